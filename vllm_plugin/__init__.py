@@ -1,0 +1,1 @@
+"""vLLM plugin: moves in-flight requests between instances. Runs inside vLLM processes; knows no Django."""
