@@ -1,0 +1,142 @@
+"""What the environment says about this instance.
+
+The flags of `vllm serve` (flags.py) write their values into the environment, so every vLLM process reads the same ones.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+__all__ = ["PluginSettings", "migration_requested"]
+
+InstanceType = Literal["A", "B"]
+
+_CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+def migration_requested(environ: Mapping[str, str] = os.environ) -> bool:
+    """True where the operator asked for this plugin at all; without that it changes nothing."""
+    return bool(environ.get("VLLM_HI_TYPE"))
+
+
+@dataclass(frozen=True)
+class PluginSettings:
+    """Settings of one instance.
+
+    Attributes:
+        instance_type: role at the start: A serves, B is a standby.
+        host, port: address of the panel.
+        token: join token; authenticates HTTP, control and data connections.
+        data_port, control_port: TCP ports to listen on; 0 = any free port.
+        bind: address that the data and control listeners bind to and that is advertised to the others.
+        transfer_backend: None = chosen automatically.
+        request_filter: `module.Class` of a request filter, or None.
+        max_incr_rounds, incr_stall_rounds: stop rules of the rounds, counts.
+        enable_faults: test switch, opens `POST /vllm_hi/faults`.
+    """
+
+    instance_type: InstanceType
+    host: str
+    port: int
+    token: str = field(repr=False)
+    data_port: int = 0
+    control_port: int = 0
+    bind: str = "127.0.0.1"
+    transfer_backend: str | None = None
+    request_filter: str | None = None
+    max_incr_rounds: int = 8
+    incr_stall_rounds: int = 2
+    enable_faults: bool = False
+
+    @property
+    def panel_url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> PluginSettings:
+        """Reads the `VLLM_HI_*` variables.
+
+        Raises:
+            ValueError: names the variable and the remedy.
+        """
+        instance_type = environ.get("VLLM_HI_TYPE", "").upper()
+        if instance_type not in ("A", "B"):
+            raise ValueError(f"VLLM_HI_TYPE is {instance_type!r}: set it to A (serves requests) or B (standby)")
+        token = environ.get("VLLM_HI_TOKEN", "")
+        if not token:
+            raise ValueError("VLLM_HI_TOKEN is not set: give this instance the join token of the panel")
+        host, port = _host_and_port(environ.get("VLLM_HI_HOST", ""))
+        backend = environ.get("VLLM_HI_TRANSFER_BACKEND") or None
+        if backend not in (None, "tcp_shm"):
+            raise ValueError(
+                f"VLLM_HI_TRANSFER_BACKEND is {backend!r}: this version has only tcp_shm; set that or unset it"
+            )
+        request_filter = environ.get("VLLM_HI_REQUEST_FILTER") or None
+        if request_filter and not _CLASS_PATH.fullmatch(request_filter):
+            raise ValueError(f"VLLM_HI_REQUEST_FILTER is {request_filter!r}: write it as module.Class")
+        return cls(
+            instance_type=cast(InstanceType, instance_type),
+            host=host,
+            port=port,
+            token=token,
+            data_port=_integer(environ, "VLLM_HI_DATA_PORT", 0, 0, 65535),
+            control_port=_integer(environ, "VLLM_HI_CONTROL_PORT", 0, 0, 65535),
+            bind=_bind_address(environ.get("VLLM_HI_BIND", ""), host, port),
+            transfer_backend=backend,
+            request_filter=request_filter,
+            max_incr_rounds=_integer(environ, "VLLM_HI_MAX_INCR_ROUNDS", 8, 1, 1000),
+            incr_stall_rounds=_integer(environ, "VLLM_HI_INCR_STALL_ROUNDS", 2, 1, 1000),
+            enable_faults=environ.get("VLLM_HI_ENABLE_FAULTS", "") == "1",
+        )
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    remedy = "set it to the panel's address as ip:port, for example 127.0.0.1:8002"
+    if not text:
+        raise ValueError(f"VLLM_HI_HOST is not set: {remedy}")
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"VLLM_HI_HOST is {text!r}: {remedy}")
+    return host, int(port)
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
+    text = environ.get(name, "")
+    if not text:
+        return default
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise ValueError(f"{name} is {text!r}: set it to a whole number from {low} to {high}")
+    return int(text)
+
+
+def _bind_address(text: str, host: str, port: int) -> str:
+    """Returns an address that others can dial: the configured one, else that of the interface that faces the panel."""
+    if text:
+        try:
+            address = ipaddress.ip_address(text)
+        except ValueError as error:
+            raise ValueError(f"VLLM_HI_BIND is {text!r}: set it to an IP address of this machine") from error
+        if address.is_unspecified:
+            raise ValueError(f"VLLM_HI_BIND is {text!r}: it is also advertised to the others; name one address")
+        return text
+    try:
+        candidates = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise ValueError(f"VLLM_HI_HOST names {host!r}, which does not resolve: use an IP address") from error
+    family, kind, protocol, _, target = candidates[0]
+    with socket.socket(family, kind, protocol) as probe:
+        try:
+            probe.connect(target)  # UDP: picks the route, sends nothing.
+            return str(probe.getsockname()[0])
+        except OSError as error:
+            raise ValueError(
+                f"no interface reaches VLLM_HI_HOST {host!r}: set VLLM_HI_BIND to an IP address of this machine"
+            ) from error
