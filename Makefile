@@ -40,6 +40,8 @@ else
 LOCK := requirements/panel.lock
 endif
 STAMP := $(VENV)/.installed-$(ENGINE)
+# A terminal gets uv's progress bars; a log does not need one line for each package.
+UV_OUTPUT := $(shell [ -t 2 ] || echo "2> >(grep -v '^ [-+~] ' >&2)")
 say = @printf '\n== %s\n' "$(1)"
 
 .PHONY: install models chromium demo test check lock clean
@@ -65,7 +67,7 @@ ifeq ($(ENGINE),cpu)
 	  status=$$?; rm -rf "$$shim"; exit $$status
 endif
 	$(call say,Installing $$(grep -c == $(LOCK)) packages from $(LOCK))
-	@$(UV) pip install --no-deps --requirement $(LOCK)
+	@$(UV) pip install --no-deps --requirement $(LOCK) $(UV_OUTPUT)
 ifeq ($(ENGINE),cuda)
 	$(call say,Installing vLLM for NVIDIA GPUs)
 	@$(UV) pip install vllm==0.32.0 gguf accelerate --constraint requirements/panel.lock

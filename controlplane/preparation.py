@@ -54,7 +54,9 @@ def available_memory_bytes() -> int | None:
 def check_python() -> Check:
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] < PYTHON_FLOOR:
-        return Check("error", "Python " + version + " is too old: 3.11 or newer is needed (make PYTHON=python3.11 ...).")
+        return Check(
+            "error", "Python " + version + " is too old: 3.11 or newer is needed (make PYTHON=python3.11 ...)."
+        )
     return Check("ok", "Python " + version + ".")
 
 
@@ -64,7 +66,9 @@ def check_memory(needed: int = MEMORY_NEEDED) -> Check:
         return Check("note", "Free memory cannot be read here; two instances need about 6 GiB.")
     text = "{:.1f} GiB of memory free".format(free / GIB)  # noqa: UP032
     if free < needed:
-        return Check("error", text + ": two instances need about {:.0f} GiB; close something first.".format(needed / GIB))
+        return Check(
+            "error", text + ": two instances need about {:.0f} GiB; close something first.".format(needed / GIB)
+        )
     return Check("ok", text + ".")
 
 
