@@ -14,14 +14,13 @@ export function icon(name) {
   return svg;
 }
 
+/** Colour, icon and word. `tone`: ok, info, busy, warning, error or muted, which are also names of icons. */
 export function badge(word, tone) {
   const element = document.createElement("span");
   element.className = `badge tone-${tone}`;
-  element.append(icon(TONE_ICONS[tone] ?? "dot"), word);
+  element.append(icon(tone), word);
   return element;
 }
-
-const TONE_ICONS = { ok: "ok", warn: "warn", bad: "bad", busy: "busy", idle: "idle", source: "dot", target: "dot" };
 
 /** Turns every <time data-ago> into "12 s ago"; the exact time stays in the title. */
 export function tickTimes(root = document) {

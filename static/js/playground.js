@@ -57,9 +57,9 @@ class StreamCard {
       this.setState(finishReason === "length" ? "finished (length)" : "finished", "ok");
     } catch (error) {
       if (error.name === "AbortError") {
-        this.setState("stopped", "idle");
+        this.setState("stopped", "muted");
       } else {
-        this.setState("failed", "bad");
+        this.setState("failed", "error");
         const message = this.part("error");
         message.textContent = error.message;
         message.hidden = false;
@@ -100,7 +100,7 @@ class StreamCard {
     if (this.instance && this.instance !== instance) {
       const gap = this.chart.markMove(this.seenUpTo);
       const line = document.createElement("li");
-      line.append(badge("moved", "target"), ` ${this.instance} → ${instance}, around token ${count(this.tokens)}, longest gap there ${milliseconds(gap)}`);
+      line.append(badge("moved", "info"), ` ${this.instance} → ${instance}, around token ${count(this.tokens)}, longest gap there ${milliseconds(gap)}`);
       this.part("moves").append(line);
     }
     this.instance = instance;
