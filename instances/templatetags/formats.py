@@ -11,7 +11,7 @@ from django.utils.safestring import SafeString
 
 register = template.Library()
 
-NO_VALUE = "–"
+NO_VALUE = "\N{EN DASH}"
 
 
 @register.filter
@@ -59,8 +59,8 @@ def seconds(value: float | None) -> str:
 
 @register.filter
 def times(value: float | None) -> str:
-    """1.62 → "1.6×"."""
-    return NO_VALUE if value is None or value == "" else f"{value:.1f}×"
+    """A multiple, with a multiplication sign: 1.62 → "1.6 x"."""
+    return NO_VALUE if value is None or value == "" else f"{value:.1f}\N{MULTIPLICATION SIGN}"
 
 
 @register.filter
