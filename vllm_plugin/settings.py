@@ -68,7 +68,7 @@ class PluginSettings:
         """
         instance_type = environ.get("VLLM_HI_TYPE", "").upper()
         if instance_type not in ("A", "B"):
-            raise ValueError(f"VLLM_HI_TYPE is {instance_type!r}: set it to A (serves requests) or B (standby)")
+            raise ValueError(f"VLLM_HI_TYPE (--vllm-hi-type) is {instance_type!r}: set it to A (serves requests) or B (standby)")
         token = environ.get("VLLM_HI_TOKEN", "")
         if not token:
             raise ValueError("VLLM_HI_TOKEN is not set: give this instance the join token of the panel")
@@ -100,11 +100,11 @@ class PluginSettings:
 def _host_and_port(text: str) -> tuple[str, int]:
     remedy = "set it to the panel's address as ip:port, for example 127.0.0.1:8002"
     if not text:
-        raise ValueError(f"VLLM_HI_HOST is not set: {remedy}")
+        raise ValueError(f"VLLM_HI_HOST (--vllm-hi-host) is not set: {remedy}")
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"VLLM_HI_HOST is {text!r}: {remedy}")
+        raise ValueError(f"VLLM_HI_HOST (--vllm-hi-host) is {text!r}: {remedy}")
     return host, int(port)
 
 

@@ -1,0 +1,319 @@
+"""HTTP endpoints of an instance (docs/protocol.md, section 4), in vLLM's API server.
+
+They check the join token and the body and hand the call to the plugin's half in the engine core; nothing is decided
+here. vLLM's own `--api-key` guards only the inference routes: it neither protects these nor gets in their way.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import multiprocessing
+import os
+import re
+import signal
+from argparse import Namespace
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.background import BackgroundTask
+from starlette.datastructures import State
+
+from vllm_plugin import compat
+from vllm_plugin.flags import ENDPOINT_PLUGIN
+from vllm_plugin.registration import Registration, gather_facts, identity
+from vllm_plugin.settings import PluginSettings, migration_requested
+
+__all__ = ["MigrationEndpoints", "create"]
+
+logger = logging.getLogger("vllm.vllm_hi")
+
+MAX_BODY = 1024 * 1024
+
+_FIELD_PATH = re.compile(r"at `\$\.([^`]+)`")
+_FIELD_NAME = re.compile(r"field `([^`]+)`")
+
+Seconds = Annotated[float, msgspec.Meta(ge=1, le=600)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Handler = Callable[[Request], Awaitable[JSONResponse]]
+
+
+class Call(msgspec.Struct, forbid_unknown_fields=True):
+    """Every migration call says on behalf of which attempt of which job it comes."""
+
+    job: Name
+    attempt: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Peer(msgspec.Struct, forbid_unknown_fields=True):
+    vllm_hi_id: Name
+    host: Name
+    control_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    base_url: Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s]+$", max_length=512)]
+
+
+class Start(Call):
+    peer: Peer
+    lease_s: Seconds = 30.0
+
+
+class Attach(Call):
+    request_ids: list[Name] | None = None
+
+
+class Round(Call):
+    round: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Handover(Call):
+    request_ids: list[Name] | None = None
+    wave: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
+
+
+class Lease(Call):
+    lease_s: Seconds = 30.0
+
+
+#: Path under /vllm_hi/migration/ and name of the operation in the engine -> its body.
+_CALLS: dict[str, type[Call]] = {
+    "start": Start,
+    "attach": Attach,
+    "round": Round,
+    "handover": Handover,
+    "lease": Lease,
+    "finish": Call,
+    "abort": Call,
+    "activate": Call,
+    "convert_to_b": Call,
+    "destroy": Call,
+}
+
+#: Calls of other releases of the protocol -> what to use.
+_NOT_YET = {
+    "collect": "Rounds are driven by POST /vllm_hi/migration/round.",
+    "pause": "Requests are handed over one by one by POST /vllm_hi/migration/handover.",
+    "resume": "A migration is undone by POST /vllm_hi/migration/abort.",
+    "instantiate": "Start the standby with vllm serve --vllm-hi-type B.",
+    "receive": "Blocks arrive from worker to worker.",
+}
+
+
+class CallRefused(Exception):
+    """A call that is answered with an error of our shape."""
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"code": code, "message": message, "param": param}}
+
+
+@dataclass
+class MigrationEndpoints:
+    """The endpoint plugin. Without `VLLM_HI_TYPE` it adds no route."""
+
+    settings: PluginSettings | None
+    name: str = ENDPOINT_PLUGIN
+    required_tasks: tuple[str, ...] | None = ("generate",)
+    missing_probes: list[str] = field(default_factory=list)
+    engine_core: Any = None
+    registration: Registration | None = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        if self.settings is None:
+            return
+        router = APIRouter(prefix="/vllm_hi", include_in_schema=False)
+        self._route(router, "GET", "/status", self._status)
+        self._route(router, "GET", "/requests", self._requests)
+        for operation, body in _CALLS.items():
+            self._route(router, "POST", f"/migration/{operation}", self._migration_call(operation, body))
+        for operation, remedy in _NOT_YET.items():
+            self._route(router, "POST", f"/migration/{operation}", self._not_yet(operation, remedy))
+        if self.settings.enable_faults:
+            self._route(router, "POST", "/faults", self._faults)
+        app.include_router(router)
+        app.router.lifespan_context = self._lifespan(app.router.lifespan_context)
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        if self.settings is None or engine_client is None:
+            return
+        self.engine_core = engine_client.engine_core
+        self.missing_probes = compat.missing_probes()
+        facts = gather_facts(self.settings, args, engine_client.vllm_config)
+        self.registration = Registration(self.settings, facts, self.status, lambda: _listening(state))
+
+    async def status(self) -> dict[str, Any]:
+        """What the engine says about itself, and who this instance is.
+
+        Raises:
+            CallRefused: the engine does not answer.
+        """
+        if self.missing_probes:
+            answer = _status_without_engine(self.missing_probes)
+        else:
+            answer = await self._engine("status", {})
+        assert self.settings is not None
+        facts = self.registration.facts if self.registration else None
+        return {
+            **answer,
+            **identity(),
+            "vllm_hi_id": self.registration.vllm_hi_id if self.registration else None,
+            "instance_type": self.settings.instance_type,
+            "served_model_name": facts.served_model_name if facts else None,
+        }
+
+    def _lifespan(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Runs the registration while the server does, and says goodbye when it ends."""
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+            async with original(app) as state:
+                if self.registration is not None:
+                    self.registration.start()
+                try:
+                    yield state
+                finally:
+                    if self.registration is not None:
+                        await self.registration.stop()
+
+        return lifespan
+
+    def _route(self, router: APIRouter, method: str, path: str, handler: Handler) -> None:
+        async def guarded(request: Request) -> JSONResponse:
+            try:
+                self._authenticate(request)
+                return await handler(request)
+            except CallRefused as refusal:
+                headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
+                return JSONResponse(refusal.body, refusal.status, headers)
+
+        router.add_api_route(path, guarded, methods=[method])
+
+    def _authenticate(self, request: Request) -> None:
+        assert self.settings is not None
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        # Both sides as bytes: compare_digest refuses text that is not ASCII.
+        if scheme.lower() != "bearer" or not hmac.compare_digest(token.encode(), self.settings.token.encode()):
+            raise CallRefused(
+                401, "wrong_token", "Send the join token (VLLM_HI_TOKEN) as Authorization: Bearer.", "Authorization"
+            )
+
+    async def _status(self, request: Request) -> JSONResponse:
+        return JSONResponse(await self.status())
+
+    async def _requests(self, request: Request) -> JSONResponse:
+        return JSONResponse(await self._engine("requests", {}))
+
+    async def _faults(self, request: Request) -> JSONResponse:
+        body = await _body(request)
+        try:
+            faults = msgspec.json.decode(body, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise _bad_field(error) from error
+        return JSONResponse(await self._engine("faults", faults))
+
+    def _migration_call(self, operation: str, body_type: type[Call]) -> Handler:
+        async def call(request: Request) -> JSONResponse:
+            body = await _body(request)
+            try:
+                payload = msgspec.to_builtins(msgspec.json.decode(body, type=body_type))
+            except msgspec.MsgspecError as error:
+                raise _bad_field(error) from error
+            answer = await self._engine(operation, payload)
+            # After the answer is on its way, so that the caller hears it.
+            ending = BackgroundTask(end_server) if operation == "destroy" else None
+            return JSONResponse(answer, background=ending)
+
+        return call
+
+    def _not_yet(self, operation: str, remedy: str) -> Handler:
+        async def refuse(request: Request) -> JSONResponse:
+            raise CallRefused(501, "not_yet", f"This version has no call {operation!r} of its own. {remedy}")
+
+        return refuse
+
+    async def _engine(self, operation: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """Runs an operation of the plugin's half in the engine core and returns its answer.
+
+        Raises:
+            CallRefused: with the engine's own error; 501 `migration_unsupported`; 503 `engine_unavailable`.
+        """
+        if self.missing_probes:
+            raise CallRefused(
+                501,
+                "migration_unsupported",
+                f"This version of vLLM lacks {self.missing_probes[0]}, which migration needs: "
+                "use a version that the plugin supports.",
+                self.missing_probes[0],
+            )
+        if self.engine_core is None:
+            raise CallRefused(503, "engine_unavailable", "The engine is not ready yet: try again.")
+        try:
+            answer = await self.engine_core.call_utility_async(compat.ENGINE_UTILITY, operation, payload)
+        except Exception as failure:
+            # Whatever the engine or the way to it raised: the details belong into the log, not to the caller.
+            logger.warning("vLLM-HI: the engine failed at %s: %r", operation, failure)
+            raise CallRefused(
+                503, "engine_unavailable", f"The engine could not run {operation!r}: see the log of the instance."
+            ) from failure
+        if error := answer.get("error"):
+            raise CallRefused(error.get("status", 500), error["code"], error["message"], error.get("param"))
+        result: dict[str, Any] = answer["ok"]
+        return result
+
+
+def create() -> MigrationEndpoints:
+    """Entry point of `vllm.endpoint_plugins`.
+
+    Raises:
+        ValueError: names the variable that is missing or wrong, and the remedy.
+    """
+    return MigrationEndpoints(PluginSettings.from_env() if migration_requested() else None)
+
+
+def end_server() -> None:
+    """Ends `vllm serve` as its own stop signal does: requests, engine and workers are shut down in order."""
+    # With several API servers the signal is for their parent, which stops all of them.
+    target = os.getpid() if multiprocessing.parent_process() is None else os.getppid()
+    logger.info("vLLM-HI: this instance was asked to destroy itself")
+    os.kill(target, signal.SIGTERM)
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY:
+            raise CallRefused(413, "body_too_large", f"The body may have {MAX_BODY} bytes at most.")
+    return bytes(body)
+
+
+def _bad_field(error: msgspec.MsgspecError) -> CallRefused:
+    text = str(error)
+    name = _FIELD_NAME.search(text)
+    path = _FIELD_PATH.search(text)
+    parts = [match.group(1) for match in (path, name) if match]
+    param = ".".join(parts) or None
+    return CallRefused(400, "bad_field", f"{param or 'The body'}: {text}; see the protocol for this call.", param)
+
+
+def _status_without_engine(missing_probes: list[str]) -> dict[str, Any]:
+    return {
+        "role": None,
+        "migration": {"supported": False, "missing_probes": missing_probes},
+        "factors": {},
+        "kv": {},
+        "requests": {},
+        "data_port": 0,
+        "control_port": 0,
+        "session": None,
+    }
+
+
+def _listening(state: State) -> bool:
+    """True as soon as the server accepts connections; vLLM leaves its uvicorn server in the state."""
+    return bool(getattr(getattr(state, "server", None), "started", False))
