@@ -31,7 +31,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 def cache_folder() -> Path:
     """Where models are kept: `VLLM_HI_CACHE`, or `.cache` in the checkout."""
     root = os.environ.get("VLLM_HI_CACHE")
-    return Path(root) if root else Path(__file__).resolve().parent.parent / ".cache"
+    return Path(root).absolute() if root else Path(__file__).resolve().parent.parent / ".cache"
 
 
 def chat_model() -> Path:

@@ -64,19 +64,17 @@ def check_memory(needed: int = MEMORY_NEEDED) -> Check:
     free = available_memory_bytes()
     if free is None:
         return Check("note", "Free memory cannot be read here; two instances need about 6 GiB.")
-    text = "{:.1f} GiB of memory free".format(free / GIB)  # noqa: UP032
+    text = f"{free / GIB:.1f} GiB of memory free"
     if free < needed:
-        return Check(
-            "error", text + ": two instances need about {:.0f} GiB; close something first.".format(needed / GIB)
-        )
+        return Check("error", f"{text}: two instances need about {needed / GIB:.0f} GiB; close something first.")
     return Check("ok", text + ".")
 
 
 def check_disk(folder: Path, needed: int = DISK_NEEDED) -> Check:
     free = shutil.disk_usage(str(folder)).free
-    text = "{:.1f} GiB of disk free".format(free / GIB)  # noqa: UP032
+    text = f"{free / GIB:.1f} GiB of disk free"
     if free < needed:
-        return Check("error", text + ": the environment and the model need about {:.0f} GiB.".format(needed / GIB))
+        return Check("error", f"{text}: the environment and the model need about {needed / GIB:.0f} GiB.")
     return Check("ok", text + ".")
 
 

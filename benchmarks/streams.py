@@ -1,0 +1,234 @@
+"""Client side of every fidelity measurement: requests of many kinds, and everything a client saw of their answers.
+
+Times are taken on this process's monotonic clock when an event arrives. Tokens are counted by their ids, because one
+event may carry several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+__all__ = ["Answer", "Request", "mixed_requests", "run_requests"]
+
+_SENTENCES = (
+    "The harbour master counted the ships twice before the fog came in from the east.",
+    "Nobody in the village remembered who had built the stone bridge, or why it leaned.",
+    "A letter arrived on the third day, folded small and smelling of oranges.",
+    "In the workshop the clocks disagreed with one another, politely, by a few seconds.",
+    "She drew the map from memory and marked the wells with a blue pencil.",
+    "The old engine needed two people, a bucket of water and a great deal of patience.",
+    "Rain fell on the market for an hour, and then the light turned the colour of copper.",
+    "They kept the recipe in a tin box together with a key that opened nothing.",
+    "On the hill above the river a school had been turned into a library of seeds.",
+    "The train was late, so the musicians played on the platform until dark.",
+    "Every winter the lighthouse keeper repainted the door in a different shade of green.",
+    "He explained the rules of the game again, and again they were not quite the same.",
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as a client would send it.
+
+    Attributes:
+        name: what kind it is, unique within a run.
+        path: `/v1/chat/completions` or `/v1/completions`.
+        body: OpenAI body without `model`.
+        repeatable: the same body gives the same tokens each time (greedy or seeded).
+    """
+
+    name: str
+    path: str
+    body: dict[str, Any]
+    repeatable: bool = True
+
+    @property
+    def streamed(self) -> bool:
+        return bool(self.body.get("stream"))
+
+
+@dataclass
+class Answer:
+    """What the client got.
+
+    Attributes:
+        stream_id: the proxy's name for the stream (`x-vllm-hi-stream`), "" when it gave none.
+        arrivals: for each event with tokens: monotonic time in seconds, number of tokens.
+        logprobs: of the sampled tokens, in order; empty when not asked for.
+        document: a non-streamed answer as it came, without `id` and `created`.
+        error: why there is no complete answer, "" when there is one.
+    """
+
+    request: Request
+    stream_id: str = ""
+    ids: set[str] = field(default_factory=set)
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    prompt_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    document: dict[str, Any] | None = None
+    error: str = ""
+
+
+def mixed_requests(count: int = 8, *, tokens: int = 240, salt: int = 0, whole: int = 0) -> list[Request]:
+    """Builds `count` streamed requests of eight kinds in turn, and `whole` non-streamed ones.
+
+    Args:
+        count: streamed requests.
+        tokens: output tokens of each; all but `min_tokens` run to exactly that many.
+        salt: changes all prompts, so that nothing is found in a prefix cache.
+        whole: non-streamed requests, greedy and seeded in turn.
+    """
+    kinds: list[tuple[str, bool, dict[str, Any]]] = [
+        ("greedy", True, {"temperature": 0}),
+        ("seeded", False, {"temperature": 1.0, "seed": 1234}),
+        (
+            "penalties",
+            True,
+            {"temperature": 0, "presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.1},
+        ),
+        ("logprobs", False, {"temperature": 0, "logprobs": 3}),
+        (
+            "seeded-top",
+            True,
+            {"temperature": 0.9, "seed": 77, "top_p": 0.9, "top_k": 40, "logprobs": True, "top_logprobs": 2},
+        ),
+        ("stop-strings", True, {"temperature": 0, "stop": ["THE END OF ALL", "\n\n\n\n\n"]}),
+        ("min-tokens", False, {"temperature": 1.0, "seed": 5, "min_tokens": tokens - 10, "ignore_eos": False}),
+        ("unseeded", False, {"temperature": 1.0, "logprobs": 0}),
+    ]
+    requests = []
+    for index in range(count):
+        kind, chat, sampling = kinds[index % len(kinds)]
+        # From 100 to 600 prompt tokens, evenly.
+        words = int(75 + index * 375 / max(1, count - 1))
+        streamed = {"stream": True, "stream_options": {"include_usage": True}}
+        body = {"max_tokens": tokens, "ignore_eos": True, "return_token_ids": True, **streamed, **sampling}
+        name = kind if index < len(kinds) else f"{kind}-{index // len(kinds) + 1}"
+        requests.append(_request(name, chat, body, words, salt * 1000 + index, kind != "unseeded"))
+    for index in range(whole):
+        sampling = {"temperature": 0} if index % 2 == 0 else {"temperature": 1.0, "seed": 4321 + index}
+        body = {"max_tokens": tokens, "ignore_eos": True, "return_token_ids": True, **sampling}
+        requests.append(_request(f"whole-{index + 1}", index % 2 == 0, body, 120, salt * 1000 + 500 + index, True))
+    return requests
+
+
+def _request(name: str, chat: bool, body: dict[str, Any], words: int, seed: int, repeatable: bool) -> Request:
+    prompt = _prompt(words, seed)
+    if chat:
+        message = {"role": "user", "content": prompt + "\n\nContinue this story at length."}
+        return Request(name, "/v1/chat/completions", {**body, "messages": [message]}, repeatable)
+    return Request(name, "/v1/completions", {**body, "prompt": prompt}, repeatable)
+
+
+def _prompt(words: int, seed: int) -> str:
+    source = random.Random(seed)
+    text = f"Chapter {seed}."
+    while text.count(" ") < words:
+        text += " " + source.choice(_SENTENCES)
+    return text
+
+
+async def run_requests(
+    base_url: str,
+    model: str,
+    requests: Sequence[Request],
+    *,
+    headers: dict[str, str] | None = None,
+    progress: Callable[[list[Answer]], None] | None = None,
+    timeout_s: float = 300.0,
+) -> list[Answer]:
+    """Sends all requests at once and returns their answers in the same order.
+
+    A failed request is an `Answer` with `error`, never an exception.
+
+    Args:
+        progress: called with the list of answers once, before the first request is sent; the entries fill up as
+            events arrive, so another task can watch them.
+    """
+    answers = [Answer(request) for request in requests]
+    if progress:
+        progress(answers)
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(base_url, timeout=timeout, connector=connector, headers=headers) as session:
+        await asyncio.gather(*(_run(session, model, answer) for answer in answers))
+    return answers
+
+
+async def _run(session: aiohttp.ClientSession, model: str, answer: Answer) -> None:
+    request = answer.request
+    try:
+        async with session.post(request.path, json={"model": model, **request.body}) as response:
+            answer.stream_id = response.headers.get("x-vllm-hi-stream", "")
+            if response.status != 200:
+                answer.error = f"HTTP {response.status}: {(await response.text())[:300]}"
+            elif request.streamed:
+                await _read_events(response, answer)
+            else:
+                _read_document(answer, await response.json())
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        answer.error = f"{type(error).__name__}: {error}"
+
+
+async def _read_events(response: aiohttp.ClientResponse, answer: Answer) -> None:
+    ended = False
+    async for line in response.content:
+        if not line.startswith(b"data:"):
+            continue
+        now = time.monotonic()
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            ended = True
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            answer.error = f"error event: {event['error']}"
+            continue
+        _read_event(answer, event, now)
+    if not ended and not answer.error:
+        answer.error = "the stream ended without [DONE]"
+
+
+def _read_event(answer: Answer, event: dict[str, Any], now: float) -> None:
+    answer.ids.add(event.get("id", ""))
+    if event.get("usage"):
+        answer.usage = event["usage"]
+    if event.get("prompt_token_ids"):
+        answer.prompt_token_ids = event["prompt_token_ids"]
+    for choice in event.get("choices", ()):
+        _read_choice(answer, choice, choice.get("delta", choice))
+        ids = choice.get("token_ids") or []
+        if ids:
+            answer.arrivals.append((now, len(ids)))
+
+
+def _read_document(answer: Answer, document: dict[str, Any]) -> None:
+    answer.ids.add(document.get("id", ""))
+    answer.usage = document.get("usage") or {}
+    choice = document["choices"][0]
+    answer.prompt_token_ids = choice.get("prompt_token_ids") or document.get("prompt_token_ids") or []
+    _read_choice(answer, choice, choice.get("message", choice))
+    answer.document = {name: value for name, value in document.items() if name not in ("id", "created")}
+
+
+def _read_choice(answer: Answer, choice: dict[str, Any], content: dict[str, Any]) -> None:
+    answer.text += content.get("content") or content.get("text") or ""
+    answer.token_ids += choice.get("token_ids") or []
+    answer.prompt_token_ids = choice.get("prompt_token_ids") or answer.prompt_token_ids
+    answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+    logprobs = choice.get("logprobs") or {}
+    if logprobs.get("content"):
+        answer.logprobs += [token["logprob"] for token in logprobs["content"]]
+    answer.logprobs += logprobs.get("token_logprobs") or []

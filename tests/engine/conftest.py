@@ -1,0 +1,184 @@
+"""The real product, started once for all engine tests: broker, panel, worker, and two vLLM instances on this CPU.
+
+Tests get it as `stack`. It lives on an event loop of its own in a background thread, so that synchronous and asynchronous
+tests can use it alike. Logs stay in `test-artifacts/engine/logs`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+
+from benchmarks.demo_models import chat_model
+from benchmarks.live_migration import Migration, MigrationRun, Panel, migrate_under_load
+from benchmarks.streams import Answer, Request, mixed_requests, run_requests
+from controlplane.serving import Instance, InstanceOptions
+from controlplane.supervisor import ROOT, Stack, StackOptions
+
+Result = TypeVar("Result")
+
+HERE = Path(__file__).parent
+MODEL = "smollm2-135m"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+            # The first test also pays for starting two engines.
+            item.add_marker(pytest.mark.timeout(600))
+
+
+class RunningStack:
+    """The running product, seen from a test.
+
+    Attributes:
+        url, api_token, join_token: the panel's base URL, the operator's bearer token, the instances' secret.
+        model: served model name.
+    """
+
+    def __init__(self, state_dir: Path) -> None:
+        self.model = MODEL
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="stack", daemon=True)
+        self._thread.start()
+        options = StackOptions(
+            state_dir=state_dir,
+            panel_port=8102,
+            first_instance_port=8100,
+            first_data_port=9100,
+            instances=InstanceOptions(model=str(chat_model()), served_model_name=MODEL, faults=True),
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        self.stack = Stack(options)
+
+    @property
+    def url(self) -> str:
+        return self.stack.url
+
+    @property
+    def api_token(self) -> str:
+        return self.stack.api_token
+
+    @property
+    def join_token(self) -> str:
+        return self.stack.join_token
+
+    def wait(self, work: Coroutine[Any, Any, Result], limit_s: float = 500) -> Result:
+        """Runs a coroutine on the stack's loop and returns its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(limit_s)
+
+    def start(self) -> None:
+        self.wait(self.stack.start())
+
+    def close(self) -> None:
+        self.wait(self.stack.stop(), 60)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    # -- who is who ----------------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Our two instances as the panel's API lists them."""
+        ours = {instance.id for instance in self.stack.instances.values()}
+        answer = self.get("/api/v1/instances")
+        rows = answer["results"] if isinstance(answer, dict) else answer
+        return [row for row in rows if row["vllm_hi_id"] in ours]
+
+    def active(self) -> Instance:
+        """The instance that serves now."""
+        return self._with_status("active")
+
+    def standby(self) -> Instance:
+        """The instance that a migration can move to now."""
+        return self._with_status("standby")
+
+    def _with_status(self, status: str) -> Instance:
+        rows = self.rows()
+        ids = [row["vllm_hi_id"] for row in rows if row["status"] == status]
+        assert len(ids) == 1, f"expected one {status} instance: {[(row['vllm_hi_id'], row['status']) for row in rows]}"
+        return next(instance for instance in self.stack.instances.values() if instance.id == ids[0])
+
+    # -- HTTP ----------------------------------------------------------------------------------------------------------
+
+    def get(self, path: str) -> Any:
+        """GET on the panel with the operator's token; fails the test on anything but 200."""
+        answer = httpx.get(self.url + path, headers=self.bearer(self.api_token), timeout=10, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        """POST on the panel with the operator's token."""
+        headers = self.bearer(self.api_token)
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=30, trust_env=False)
+
+    def instance_get(self, instance: Instance, path: str) -> Any:
+        """GET on an instance's own endpoints with the join token."""
+        headers = self.bearer(self.join_token)
+        answer = httpx.get(instance.base_url + path, headers=headers, timeout=10, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def instance_post(self, instance: Instance, path: str, body: dict[str, Any]) -> httpx.Response:
+        headers = self.bearer(self.join_token)
+        return httpx.post(instance.base_url + path, json=body, headers=headers, timeout=30, trust_env=False)
+
+    @staticmethod
+    def bearer(token: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {token}"}
+
+    # -- load ----------------------------------------------------------------------------------------------------------
+
+    def run(self, requests: list[Request]) -> list[Answer]:
+        """Runs requests undisturbed, all at once."""
+        return self.wait(run_requests(self.url, self.model, requests))
+
+    def migrate_under_load(self, requests: list[Request], **options: Any) -> MigrationRun:
+        """Moves everything from the active instance to the standby while `requests` run, and compares."""
+        source, target = self.active().id, self.standby().id
+        return self.wait(migrate_under_load(self.url, self.api_token, self.model, source, target, requests, **options))
+
+    def finished(self, job_id: str) -> Migration:
+        """Waits for the end of a migration that a test started itself."""
+
+        async def wait() -> Migration:
+            import aiohttp
+
+            async with aiohttp.ClientSession(self.url, headers=self.bearer(self.api_token)) as session:
+                return await Panel(session).finished(job_id)
+
+        return self.wait(wait())
+
+    # -- accidents -----------------------------------------------------------------------------------------------------
+
+    def kill(self, instance: Instance) -> None:
+        """Kills an instance and all its processes, as the kernel would."""
+        instance.process.kill_family()
+        self.wait(instance.process.wait(), 30)
+
+    def restart(self, instance: Instance) -> None:
+        """Starts a killed instance again on its ports and waits until it has registered."""
+        self.wait(self.stack.restart_instance(instance.letter))
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator[RunningStack]:
+    state_dir = ROOT / "test-artifacts" / "engine"
+    shutil.rmtree(state_dir, ignore_errors=True)
+    state_dir.mkdir(parents=True)
+    running = RunningStack(state_dir)
+    try:
+        running.start()
+        # The first steps of an engine are slower than all later ones.
+        running.run(mixed_requests(2, tokens=12, salt=1))
+        yield running
+    finally:
+        running.close()

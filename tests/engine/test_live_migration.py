@@ -1,0 +1,29 @@
+"""Streams that are cut in the middle and go on elsewhere, compared token by token with the same requests undisturbed."""
+
+from __future__ import annotations
+
+from benchmarks.exactness import MIN_SIDE
+from benchmarks.live_migration import summary
+from benchmarks.streams import mixed_requests
+from tests.engine.conftest import RunningStack
+
+
+def test_eight_mixed_streams_and_two_whole_answers_survive_a_cut(stack: RunningStack) -> None:
+    source, target = stack.active(), stack.standby()
+    requests = mixed_requests(8, tokens=240, salt=2, whole=2)
+
+    run = stack.migrate_under_load(requests)
+
+    assert run.migration.job["state"] == "done", run.migration.job
+    prompts = [answer.usage["prompt_tokens"] for answer in run.answers if answer.request.streamed]
+    assert min(prompts) >= 90 and max(prompts) <= 700, prompts
+    for verdict, answer in zip(run.verdicts, run.answers, strict=True):
+        assert verdict.exact, f"{verdict.name}: {verdict.differences}"
+        assert verdict.cut_at is not None, f"{verdict.name} was not moved"
+        assert verdict.cut_at >= MIN_SIDE and len(answer.token_ids) - verdict.cut_at >= MIN_SIDE, verdict
+        assert len(answer.token_ids) >= 150
+    line = summary(run)
+    assert (line["streams"], line["identical"], line["moved"]) == (10, 10, 10)
+    assert line["lost_tokens"] == line["duplicated_tokens"] == 0
+    assert line["rounds"] >= 2 and line["bytes"] > 0
+    assert (stack.active().id, stack.standby().id) == (target.id, source.id)
