@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict
 
 from instances.templatetags.formats import NO_VALUE, milliseconds, seconds, size, times
 from migrations_app.choices import LIVE_STATES, MigrationState, MigrationType, RequestOutcome, RoundKind
 from migrations_app.models import MigrationEvent, MigrationJob, MigrationRequest, MigrationRound
+from migrations_app.preflight import Estimate
+from migrations_app.selectors import percentile
 
 __all__ = [
     "Numbers",
+    "estimate",
     "event_lines",
     "numbers",
-    "percentile",
     "request_lines",
     "result",
     "round_lines",
@@ -55,12 +56,6 @@ class Numbers(TypedDict):
     gap_p99: float | None
     gap_p50_times: str
     gap_p99_times: str
-
-
-def percentile(values: Iterable[float], share: float) -> float | None:
-    """Nearest rank, so that every figure shown is one that somebody really saw; None without values."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
 def steps(state: str, events: Iterable[MigrationEvent]) -> list[StepLine]:
@@ -109,10 +104,10 @@ def numbers(rounds: Sequence[MigrationRound], requests: Sequence[MigrationReques
         "bytes": total,
         "rate": _rate(sum(row.bytes for row in rounds), duration_ms),
         "others": ", ".join(others),
-        "gap_p50": percentile(gaps, 0.5),
-        "gap_p99": percentile(gaps, 0.99),
-        "gap_p50_times": _in_tokens(percentile(multiples, 0.5)),
-        "gap_p99_times": _in_tokens(percentile(multiples, 0.99)),
+        "gap_p50": percentile(gaps, 50),
+        "gap_p99": percentile(gaps, 99),
+        "gap_p50_times": _in_tokens(percentile(multiples, 50)),
+        "gap_p99_times": _in_tokens(percentile(multiples, 99)),
     }
 
 
@@ -180,6 +175,16 @@ def event_lines(job: MigrationJob, events: Iterable[MigrationEvent]) -> list[dic
         }
         for event in events
     ]
+
+
+def estimate(cost: Estimate | None) -> str:
+    """What a migration will probably move, in a sentence; empty when the instances could not be asked."""
+    if cost is None:
+        return ""
+    if not cost.requests:
+        return "No request can move right now: only the route for new requests would change."
+    what = "1 request" if cost.requests == 1 else f"{cost.requests} requests"
+    return f"About {what}, {cost.blocks:,} blocks, {size(cost.bytes)}, {seconds(cost.seconds)} in {cost.rounds} rounds."
 
 
 def result(job: MigrationJob, totals: Numbers) -> dict[str, str]:
