@@ -1,0 +1,92 @@
+// Keeps the pre-flight list of the form in step with the chosen target.
+
+import { postJson } from "./api.js";
+import { count, seconds, size } from "./format.js";
+import { badge, icon } from "./page.js";
+
+const VERDICTS = { ok: ["Ready", "ok"], warning: ["Ready, with warnings", "warning"], error: ["Not possible", "error"] };
+
+function text(tag, className, content) {
+  const element = document.createElement(tag);
+  element.className = className;
+  element.textContent = content;
+  return element;
+}
+
+function checkRow(check) {
+  const row = document.createElement("li");
+  row.className = `check ${check.level}`;
+  const mark = icon(check.level);
+  mark.removeAttribute("aria-hidden");
+  mark.setAttribute("role", "img");
+  mark.setAttribute("aria-label", check.level);
+  const body = document.createElement("div");
+  const values = text("span", "check-values", "");
+  values.append(text("span", "source-value", check.source_value));
+  if (check.target_value !== check.source_value) {
+    values.append(check.source_value && check.target_value ? " → " : "", text("span", "target-value", check.target_value));
+  }
+  body.append(text("span", "check-name", check.name.replaceAll("_", " ")), values);
+  if (check.level !== "ok" && check.remedy) body.append(text("span", "remedy", check.remedy));
+  row.append(mark, body);
+  return row;
+}
+
+function estimateSentence(estimate) {
+  if (!estimate) return "";
+  if (!estimate.requests) return "No request can move right now: only the route for new requests would change.";
+  const what = estimate.requests === 1 ? "1 request" : `${estimate.requests} requests`;
+  return `About ${what}, ${count(estimate.blocks)} blocks, ${size(estimate.bytes)}, ${seconds(estimate.seconds)} in ${estimate.rounds} rounds.`;
+}
+
+/** @param {HTMLFormElement} form the server's form, on its own page or in a dialog */
+export function enhanceMigrateForm(form) {
+  const target = form.elements.target;
+  const start = form.querySelector("button[value=start]");
+  const part = (name) => form.querySelector(`[data-part=${name}]`);
+  const startBlocked = start.disabled && !target.value;
+  let latest = 0;
+
+  form.querySelectorAll("[data-only-without-script]").forEach((element) => (element.hidden = true));
+  if (!target.value) start.disabled = true;
+
+  async function check() {
+    latest += 1;
+    const mine = latest;
+    start.disabled = true;
+    part("verdict").replaceChildren();
+    part("estimate").hidden = true;
+    if (!target.value) {
+      part("checks").replaceChildren(text("p", "empty", "Choose a target to compare the two instances."));
+      return;
+    }
+    part("checks").replaceChildren(text("p", "empty", "Asking both instances…"));
+    let list;
+    let level;
+    let estimate = null;
+    try {
+      const preflight = await postJson("/api/v1/migrations/preflight", { source: form.dataset.source, target: target.value });
+      ({ level, estimate } = preflight);
+      list = preflight.checks;
+    } catch (error) {
+      level = "error";
+      list = [{ name: "pre-flight", source_value: "", target_value: "", level, remedy: error.message }];
+    }
+    if (mine !== latest) return;
+    const rows = document.createElement("ul");
+    rows.className = "checks";
+    rows.append(...list.map(checkRow));
+    part("checks").replaceChildren(rows);
+    part("verdict").replaceChildren(badge(...VERDICTS[level]));
+    part("estimate").textContent = estimateSentence(estimate);
+    part("estimate").hidden = !estimate;
+    start.disabled = level === "error" || startBlocked;
+  }
+
+  target.addEventListener("change", check);
+  form.addEventListener("submit", () => {
+    part("note").textContent = "Starting…";
+    // After the browser has read the form: a disabled button would not send its value.
+    window.setTimeout(() => (start.disabled = true), 0);
+  });
+}

@@ -1,0 +1,3 @@
+import { enhanceMigrateForm } from "./migrate-form.js";
+
+enhanceMigrateForm(document.querySelector("#migrate-form"));
