@@ -8,6 +8,7 @@ one that came with it. That only holds if the target continued from exactly the 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -128,7 +129,7 @@ def percentile(values: Sequence[float], share: float) -> float | None:
     if not values:
         return None
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered) + 0.5) - 1))]
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def _cut_of(answer: Answer, cuts: Mapping[str, int]) -> int | None:

@@ -1,7 +1,7 @@
 """The real product, started once for all engine tests: broker, panel, worker, and two vLLM instances on this CPU.
 
-Tests get it as `stack`. It lives on an event loop of its own in a background thread, so that synchronous and asynchronous
-tests can use it alike. Logs stay in `test-artifacts/engine/logs`.
+Tests get it as `stack`. It lives on an event loop of its own in a background thread, so that synchronous and
+asynchronous tests can use it alike. Logs stay in `test-artifacts/engine/logs`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class RunningStack:
             first_instance_port=8100,
             first_data_port=9100,
             instances=InstanceOptions(model=str(chat_model()), served_model_name=MODEL, faults=True),
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            say=lambda line: sys.stderr.write(line + "\n"),
         )
         self.stack = Stack(options)
 

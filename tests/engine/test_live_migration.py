@@ -1,4 +1,4 @@
-"""Streams that are cut in the middle and go on elsewhere, compared token by token with the same requests undisturbed."""
+"""Streams that are cut in the middle and go on elsewhere, token by token the same as when undisturbed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,151 @@
+"""The comparison that all fidelity claims rest on must see what it is there to see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.exactness import Verdict, compare, percentile, verdicts
+from benchmarks.live_migration import Migration, MigrationRun, summary
+from benchmarks.streams import Answer, Request, mixed_requests
+
+
+def _answer(tokens: list[int], *, repeatable: bool = True, **changes: Any) -> Answer:
+    request = Request("greedy", "/v1/completions", {"stream": True}, repeatable)
+    answer = Answer(request, stream_id="s1")
+    answer.token_ids = list(tokens)
+    answer.text = "".join(chr(97 + token % 26) for token in tokens)
+    answer.logprobs = [-token / 100 for token in tokens]
+    answer.finish_reason = "length"
+    answer.usage = {"prompt_tokens": 7, "completion_tokens": len(tokens), "total_tokens": 7 + len(tokens)}
+    answer.arrivals = [(100 + 0.02 * index, 1) for index in range(len(tokens))]
+    for name, value in changes.items():
+        setattr(answer, name, value)
+    return answer
+
+
+def _row(tokens: int, outcome: str = "moved", stream_id: str = "s1") -> dict[str, Any]:
+    return {"stream_id": stream_id, "outcome": outcome, "output_tokens": tokens, "tail_bytes": 10}
+
+
+TOKENS = list(range(60))
+
+
+def test_equal_answers_are_exact() -> None:
+    verdict = compare(_answer(TOKENS), _answer(TOKENS))
+    assert verdict.exact and verdict.lost == verdict.duplicated == 0
+
+
+def test_a_lost_token_is_counted() -> None:
+    verdict = compare(_answer(TOKENS), _answer(TOKENS[:30] + TOKENS[31:]))
+    assert (verdict.lost, verdict.duplicated) == (1, 0)
+    assert any("token ids differ from token 30" in text for text in verdict.differences)
+
+
+def test_a_duplicated_token_is_counted() -> None:
+    verdict = compare(_answer(TOKENS), _answer([*TOKENS[:30], TOKENS[29], *TOKENS[30:]]))
+    assert (verdict.lost, verdict.duplicated) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"text": "something else"}, "text differs from character 0"),
+        ({"finish_reason": "stop"}, "finish reason is 'stop', not 'length'"),
+        ({"usage": {"prompt_tokens": 8, "completion_tokens": 60, "total_tokens": 68}}, "usage is"),
+        ({"logprobs": [-token / 100 - (0.001 if token == 50 else 0) for token in TOKENS]}, "differs by 1.0e-03"),
+        ({"logprobs": []}, "0 log-probabilities, not 60"),
+        ({"error": "the stream ended without [DONE]"}, "no complete answer"),
+    ],
+)
+def test_each_kind_of_difference_is_named(changes: dict[str, Any], expected: str) -> None:
+    verdict = compare(_answer(TOKENS), _answer(TOKENS, **changes))
+    assert any(expected in text for text in verdict.differences), verdict.differences
+
+
+def test_rounding_noise_in_log_probabilities_is_no_difference() -> None:
+    noisy = [-token / 100 + 4e-5 for token in TOKENS]
+    assert compare(_answer(TOKENS), _answer(TOKENS, logprobs=noisy)).exact
+
+
+def test_whole_answers_differ_only_in_what_they_say() -> None:
+    document = {"object": "chat.completion", "choices": [{"message": {"content": "x"}}], "usage": {"total_tokens": 3}}
+    other = {**document, "choices": [{"message": {"content": "y"}}]}
+    assert compare(_answer(TOKENS, document=document), _answer(TOKENS, document=dict(document))).exact
+    verdict = compare(_answer(TOKENS, document=document), _answer(TOKENS, document=other))
+    assert verdict.differences == ["field 'choices' of the answer differs"]
+
+
+def test_an_unrepeatable_stream_must_deliver_what_usage_bills() -> None:
+    short = _answer(TOKENS[:-1], repeatable=False, usage={"completion_tokens": 60})
+    verdict = compare(_answer([1, 2, 3]), short)
+    assert (verdict.lost, verdict.duplicated) == (1, 0)
+    assert not verdict.exact
+    assert compare(_answer([1, 2, 3]), _answer(TOKENS, repeatable=False)).exact
+
+
+@pytest.mark.parametrize(
+    ("row", "counted"),
+    [
+        (_row(30), True),
+        (_row(10), True),
+        (_row(50), True),
+        (_row(9), False),
+        (_row(51), False),
+        (_row(30, outcome="finished"), False),
+        (_row(30, stream_id="other"), False),
+    ],
+)
+def test_only_streams_with_enough_on_both_sides_count(row: dict[str, Any], counted: bool) -> None:
+    (verdict,) = verdicts([_answer(TOKENS)], [_answer(TOKENS)], [row])
+    assert verdict.counted is counted
+
+
+def test_the_gap_is_the_time_without_a_token_at_the_cut() -> None:
+    arrivals = [(100 + 0.02 * index + (0.5 if index >= 30 else 0), 1) for index in range(60)]
+    answer = _answer(TOKENS, arrivals=arrivals)
+    (verdict,) = verdicts([_answer(TOKENS)], [answer], [_row(30)])
+    assert verdict.gap_ms == pytest.approx(520)
+    assert verdict.itl_ms == pytest.approx(20)
+
+
+def test_events_with_several_tokens_are_counted_by_tokens() -> None:
+    arrivals = [(100.0, 1), (100.1, 29), (100.9, 15), (101.0, 15)]
+    (verdict,) = verdicts([_answer(TOKENS)], [_answer(TOKENS, arrivals=arrivals)], [_row(30)])
+    assert verdict.gap_ms == pytest.approx(800)
+
+
+def test_the_summary_counts_only_what_was_cut() -> None:
+    found = [
+        Verdict("a", cut_at=30, counted=True, gap_ms=40.0, itl_ms=20.0),
+        Verdict("b", differences=["text differs"], lost=2, cut_at=30, counted=True, gap_ms=90.0, itl_ms=30.0),
+        Verdict("c", differences=["text differs"], lost=7),
+    ]
+    migration = Migration({"state": "done"}, [{"bytes": 100}, {"bytes": 20}], [_row(30), _row(30, "stayed")])
+    assert summary(MigrationRun([], [], found, migration)) == {
+        "streams": 2,
+        "moved": 1,
+        "identical": 1,
+        "lost_tokens": 2,
+        "duplicated_tokens": 0,
+        "rounds": 2,
+        "bytes": 140,
+        "gap_ms_p50": 40.0,
+        "gap_ms_p99": 90.0,
+        "gap_in_itl_p99": 3.0,
+    }
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    assert percentile([], 0.5) is None
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile([float(value) for value in range(1, 101)], 0.99) == 99.0
+
+
+def test_requests_of_one_run_share_no_prompt() -> None:
+    requests = mixed_requests(8, salt=3, whole=2)
+    prompts = [str(request.body.get("messages") or request.body["prompt"]) for request in requests]
+    assert len({prompt[:60] for prompt in prompts}) == len(requests)
+    assert len({request.name for request in requests}) == len(requests)
+    assert not set(prompts) & {str(r.body.get("messages") or r.body["prompt"]) for r in mixed_requests(8, salt=4)}
