@@ -1,0 +1,112 @@
+"""Words of a migration: its states with the tone of their badges, policies, kinds of rounds and events, outcomes."""
+
+from __future__ import annotations
+
+from django.db import models
+
+__all__ = [
+    "LIVE_STATES",
+    "OUTCOME_TONES",
+    "STATE_TONES",
+    "TERMINAL_STATES",
+    "EventKind",
+    "MigrationState",
+    "MigrationType",
+    "RequestOutcome",
+    "RoundKind",
+    "Step",
+]
+
+
+class MigrationType(models.TextChoices):
+    """What becomes of the source when the last request has left it."""
+
+    DESTROY_SOURCE = "destroy_source", "Destroy the source"
+    PRESERVE_SOURCE = "preserve_source", "Keep the source as warm standby"
+    KEEP_SOURCE_ACTIVE = "keep_source_active", "Keep the source active"
+
+
+class MigrationState(models.TextChoices):
+    PENDING = "pending", "Pending"
+    PREFLIGHT = "preflight", "Pre-flight"
+    ATTACHING = "attaching", "Attaching"
+    COPYING = "copying", "Copying"
+    HANDING_OVER = "handing_over", "Handing over"
+    DRAINING = "draining", "Draining"
+    FINISHING = "finishing", "Finishing"
+    DONE = "done", "Done"
+    PARTIAL = "partial", "Partial"
+    FAILED = "failed", "Failed"
+    ABORTED = "aborted", "Aborted"
+
+
+TERMINAL_STATES = frozenset(
+    {MigrationState.DONE, MigrationState.PARTIAL, MigrationState.FAILED, MigrationState.ABORTED}
+)
+LIVE_STATES = frozenset(MigrationState) - TERMINAL_STATES
+
+#: Tone of the badge: one of ok, info, busy, warning, error, muted.
+STATE_TONES: dict[str, str] = {
+    MigrationState.PENDING: "muted",
+    MigrationState.PREFLIGHT: "info",
+    MigrationState.ATTACHING: "busy",
+    MigrationState.COPYING: "busy",
+    MigrationState.HANDING_OVER: "busy",
+    MigrationState.DRAINING: "busy",
+    MigrationState.FINISHING: "busy",
+    MigrationState.DONE: "ok",
+    MigrationState.PARTIAL: "warning",
+    MigrationState.FAILED: "error",
+    MigrationState.ABORTED: "warning",
+}
+
+
+class RoundKind(models.TextChoices):
+    FULL = "full", "Full"
+    INCREMENTAL = "incremental", "Incremental"
+    FINAL = "final", "Final"
+
+
+class RequestOutcome(models.TextChoices):
+    ATTACHED = "attached", "Attached"
+    MOVED = "moved", "Moved"
+    FINISHED = "finished", "Finished by itself"
+    STAYED = "stayed", "Stayed"
+    REFUSED = "refused", "Not movable"
+
+
+OUTCOME_TONES: dict[str, str] = {
+    RequestOutcome.ATTACHED: "busy",
+    RequestOutcome.MOVED: "ok",
+    RequestOutcome.FINISHED: "muted",
+    RequestOutcome.STAYED: "warning",
+    RequestOutcome.REFUSED: "warning",
+}
+
+
+class EventKind(models.TextChoices):
+    STATE = "state", "State"
+    STEP = "step", "Step"
+    ROUND = "round", "Round"
+    REQUEST = "request", "Request"
+    ERROR = "error", "Error"
+
+
+class Step(models.TextChoices):
+    """Step names of `step_history`; programs rely on them."""
+
+    VALIDATE = "validate"
+    B_INSTANTIATE = "b_instantiate"
+    B_INSTANTIATE_DONE = "b_instantiate_done"
+    FULL_TRANSFER = "full_transfer"
+    FULL_TRANSFER_DONE = "full_transfer_done"
+    INCREMENTAL_TRANSFER = "incremental_transfer"
+    INCREMENTAL_TRANSFER_DONE = "incremental_transfer_done"
+    PAUSE_A = "pause_a"
+    PAUSE_A_DONE = "pause_a_done"
+    FINAL_INCREMENTAL = "final_incremental"
+    FINAL_INCREMENTAL_DONE = "final_incremental_done"
+    SWITCH_SERVICE = "switch_service"
+    SWITCH_SERVICE_DONE = "switch_service_done"
+    HANDLE_SOURCE = "handle_source"
+    DONE = "done"

@@ -1,0 +1,204 @@
+"""What is compared before a migration starts, factor by factor, and what it will probably cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from django.conf import settings
+
+from instances.client import InstanceClient, InstanceError
+from instances.models import Instance
+
+__all__ = ["Check", "Estimate", "Preflight", "compare_factors", "estimate_cost", "run_preflight"]
+
+Level = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the pre-flight list. `remedy` is empty when `level` is "ok"."""
+
+    name: str
+    source_value: str
+    target_value: str
+    level: Level
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the migration will probably move: `bytes` on the wire, `rounds` with the full one, `gap_ms` per client."""
+
+    requests: int
+    blocks: int
+    bytes: int
+    rounds: int
+    seconds: float
+    gap_ms: float | None
+
+
+@dataclass(frozen=True)
+class Preflight:
+    checks: list[Check] = field(default_factory=list)
+    estimate: Estimate | None = None
+
+    @property
+    def level(self) -> Level:
+        """The worst level of all checks."""
+        levels = {check.level for check in self.checks}
+        return "error" if "error" in levels else "warning" if "warning" in levels else "ok"
+
+    @property
+    def ok(self) -> bool:
+        return self.level != "error"
+
+    def first_error(self) -> Check | None:
+        return next((check for check in self.checks if check.level == "error"), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "level": self.level,
+            "checks": [asdict(check) for check in self.checks],
+            "estimate": asdict(self.estimate) if self.estimate else None,
+        }
+
+
+#: Factors that may differ; the requests move all the same. All others must be equal.
+WARN_ONLY = {
+    "vllm_version": "Different releases may round differently: outputs can diverge after the move. Use one release.",
+    "plugin_version": "Install the same release of the plugin on both instances.",
+    "max_num_seqs": "The target runs another number of requests at once; the gap may be longer.",
+    "max_num_batched_tokens": "The target batches differently; tokens may differ in low precision.",
+    "attention_backend": "Another attention kernel may round differently: outputs can diverge after the move.",
+    "device": "Another device may round differently: outputs can diverge after the move.",
+}
+
+#: Bytes per second that a local copy reached at least in measurements; only used for the estimate.
+ASSUMED_BANDWIDTH = 500e6
+
+
+def compare_factors(source: Mapping[str, Any], target: Mapping[str, Any]) -> list[Check]:
+    """Compares the compatibility factors of two instances one by one, in the order of their names."""
+    checks = []
+    for name in sorted(set(source) | set(target)):
+        left, right = source.get(name), target.get(name)
+        if name == "max_model_len" and _is_number(left) and _is_number(right) and left != right:
+            longer = float(right) > float(left)  # type: ignore[arg-type]
+            checks.append(
+                Check(
+                    name,
+                    _show(left),
+                    _show(right),
+                    "ok" if longer else "error",
+                    "" if longer else "Start the target with a --max-model-len that is not below the source's.",
+                )
+            )
+        elif left == right:
+            checks.append(Check(name, _show(left), _show(right), "ok"))
+        elif name in WARN_ONLY:
+            checks.append(Check(name, _show(left), _show(right), "warning", WARN_ONLY[name]))
+        else:
+            remedy = f"Start the target with the same {name.replace('_', ' ')} as the source."
+            checks.append(Check(name, _show(left), _show(right), "error", remedy))
+    return checks
+
+
+def estimate_cost(requests: Sequence[Mapping[str, Any]], kv: Mapping[str, Any]) -> Estimate:
+    """Predicts from the source's requests and its `kv` what a migration moves."""
+    movable = [row for row in requests if row.get("migratable")]
+    blocks = sum(int(row.get("kv_blocks") or 0) for row in movable)
+    size = blocks * int(kv.get("bytes_per_block") or 0)
+    tail = int(kv.get("bytes_per_block") or 0)
+    return Estimate(
+        requests=len(movable),
+        blocks=blocks,
+        bytes=size,
+        rounds=3 if blocks else 0,
+        seconds=round(size / ASSUMED_BANDWIDTH + 0.1 * len(movable), 2),
+        gap_ms=round(1000 * tail / ASSUMED_BANDWIDTH, 2) if movable else None,
+    )
+
+
+def run_preflight(source: Instance, target: Instance) -> Preflight:
+    """Asks both instances and compares. Changes nothing; an instance that does not answer is an error in the list."""
+    checks: list[Check] = []
+    statuses: list[dict[str, Any] | None] = []
+    requests: list[dict[str, Any]] = []
+    for side, instance in (("source", source), ("target", target)):
+        try:
+            with InstanceClient.of(instance) as client:
+                statuses.append(client.status())
+                if side == "source":
+                    requests = client.requests()
+            answer: tuple[Level, str] = ("ok", "")
+        except InstanceError as error:
+            statuses.append(None)
+            answer = ("error", f"{error.message} Check its process and its log.")
+        shown = "answers" if answer[0] == "ok" else "no answer"
+        checks.append(
+            Check(
+                f"{side}_reachable",
+                shown if side == "source" else "",
+                shown if side == "target" else "",
+                answer[0],
+                answer[1],
+            )
+        )
+    left, right = statuses
+    checks.append(_equal("served_model_name", source.served_model_name, target.served_model_name))
+    if left is None or right is None:
+        return Preflight(checks)
+    checks.append(_equal("protocol_version", left.get("protocol_version"), right.get("protocol_version")))
+    checks += [_support("source", left), _support("target", right)]
+    checks += compare_factors(left.get("factors") or {}, right.get("factors") or {})
+    estimate = estimate_cost(requests, left.get("kv") or {})
+    checks.append(_capacity(estimate, right.get("kv") or {}))
+    stuck = [row for row in requests if not row.get("migratable")]
+    if stuck:
+        reason = (stuck[0].get("reason") or {}).get("message", "no reason given")
+        checks.append(
+            Check(
+                "migratable_requests",
+                f"{len(requests) - len(stuck)} of {len(requests)}",
+                "",
+                "warning",
+                f"{len(stuck)} cannot move ({reason}); the source waits for them up to "
+                f"{settings.VLLM_HI_DRAIN_DEADLINE_S:g} s.",
+            )
+        )
+    return Preflight(checks, estimate)
+
+
+def _equal(name: str, left: object, right: object) -> Check:
+    if left == right:
+        return Check(name, _show(left), _show(right), "ok")
+    return Check(name, _show(left), _show(right), "error", f"Both instances need the same {name.replace('_', ' ')}.")
+
+
+def _support(side: str, status: Mapping[str, Any]) -> Check:
+    migration = status.get("migration") or {}
+    supported = bool(migration.get("supported"))
+    missing = ", ".join(str(probe) for probe in migration.get("missing_probes") or [])
+    values = (("yes" if supported else f"no: {missing}"), "")
+    source_value, target_value = values if side == "source" else values[::-1]
+    remedy = "" if supported else f"This vLLM release lacks what the plugin needs ({missing}); install a supported one."
+    return Check(f"{side}_supports_migration", source_value, target_value, "ok" if supported else "error", remedy)
+
+
+def _capacity(estimate: Estimate, kv: Mapping[str, Any]) -> Check:
+    free = int(kv.get("free_blocks") or 0)
+    # Each request needs its blocks and room to go on.
+    needed = estimate.blocks + estimate.requests
+    enough = free >= needed
+    remedy = "" if enough else "Requests that do not fit stay on the source; give the target more KV cache memory."
+    return Check("free_blocks", f"{needed} needed", f"{free} free", "ok" if enough else "warning", remedy)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _show(value: object) -> str:
+    return "—" if value is None else str(value)

@@ -1,0 +1,227 @@
+"""What people and programs may do with migrations: create one, ask one to stop."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from django.conf import settings
+from django.contrib.auth.models import AbstractBaseUser, AnonymousUser
+from django.db import IntegrityError, transaction
+
+from instances.models import Instance
+from instances.selectors import find_instance
+from instances.services import InstanceRefused, refusal_to_migrate, reserve_for_migration
+from migrations_app.choices import EventKind, MigrationState, MigrationType
+from migrations_app.events import record
+from migrations_app.models import MigrationJob
+from migrations_app.state import advance
+
+__all__ = ["MigrationRefused", "create_migration", "request_abort"]
+
+logger = logging.getLogger(__name__)
+
+User = AbstractBaseUser | AnonymousUser | None
+
+#: From here on every request has moved, and stopping would undo nothing.
+NOT_ABORTABLE = frozenset({MigrationState.FINISHING})
+
+
+class MigrationRefused(Exception):
+    """A wish that cannot be fulfilled; nothing was changed.
+
+    `code` is machine-readable, `message` one sentence with the remedy, `param` the field, `status` the HTTP status.
+    """
+
+    def __init__(self, code: str, message: str, param: str | None, status: int) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+        self.status = status
+
+
+def create_migration(
+    source_id: str,
+    target_id: str,
+    migration_type: str = MigrationType.DESTROY_SOURCE,
+    user: User = None,
+    *,
+    tn: int = 2,
+    target_tp: int | None = None,
+    target_pp: int | None = None,
+    target_gpu_memory_utilization: float | None = None,
+    target_model: str = "",
+) -> MigrationJob:
+    """Creates a job, takes both instances for it and hands it to a worker after the commit.
+
+    Raises:
+        MigrationRefused: 404 `unknown_instance`, 400 `same_instance`, `invalid_request`, 409 `model_mismatch`,
+            `migration_in_progress`, `source_not_active`, `target_not_standby`, `instance_unreachable`,
+            `instance_destroyed`, 422 `unsupported_policy`, `topology_change_unsupported`.
+    """
+    source, target = check_pair(source_id, target_id)
+    _check_wishes(migration_type, tn, target, target_tp, target_pp, target_model)
+    try:
+        with transaction.atomic():
+            reserve_for_migration(source_id, target_id)
+            # After the reservation: its row locks make two creators wait for each other, so both cannot miss the other.
+            if MigrationJob.objects.live_with(source_id, target_id).exists():
+                raise InstanceRefused(
+                    "migration_in_progress",
+                    f"Instance {source_id} or {target_id} is already in a migration; wait for its end or abort it.",
+                    "source",
+                )
+            job = MigrationJob.objects.create(
+                source=source,
+                target=target,
+                migration_type=migration_type,
+                tn=tn,
+                max_increment_rounds=settings.VLLM_HI_MAX_INCR_ROUNDS,
+                stall_rounds=settings.VLLM_HI_INCR_STALL_ROUNDS,
+                target_tp=target_tp,
+                target_pp=target_pp,
+                target_gpu_memory_utilization=target_gpu_memory_utilization,
+                target_model=target_model,
+                created_by_id=user.pk if user is not None and user.is_authenticated else None,
+            )
+            record(
+                job.id,
+                EventKind.STATE,
+                message=f"Migration from {source_id} to {target_id} requested",
+                data={"state": MigrationState.PENDING.value, "user": str(user) if user else ""},
+            )
+            transaction.on_commit(lambda: enqueue(job), robust=True)
+            transaction.on_commit(lambda: _tell_pages(job), robust=True)
+    except InstanceRefused as refusal:
+        raise MigrationRefused(refusal.code, refusal.message, refusal.param, refusal.status) from refusal
+    except IntegrityError as error:
+        raise MigrationRefused(
+            "migration_in_progress",
+            f"Instance {source_id} or {target_id} is already in a migration; wait for its end or abort it.",
+            "source",
+            409,
+        ) from error
+    job.refresh_from_db()
+    return job
+
+
+def check_pair(source_id: str, target_id: str) -> tuple[Instance, Instance]:
+    """Returns both instances if they can migrate now.
+
+    Raises:
+        MigrationRefused: as in `create_migration`.
+    """
+    pair = []
+    for param, vllm_hi_id in (("source", source_id), ("target", target_id)):
+        instance = find_instance(vllm_hi_id)
+        if instance is None:
+            raise MigrationRefused(
+                "unknown_instance",
+                f"There is no instance {vllm_hi_id!r}; GET /api/v1/instances lists those that are registered.",
+                param,
+                404,
+            )
+        pair.append(instance)
+    source, target = pair
+    if source == target:
+        raise MigrationRefused(
+            "same_instance", f"Instance {source_id} cannot migrate to itself; choose another target.", "target", 400
+        )
+    if source.served_model_name != target.served_model_name:
+        raise MigrationRefused(
+            "model_mismatch",
+            f"Instance {target_id} serves {target.served_model_name} and not {source.served_model_name}; "
+            "choose a target with the source's model.",
+            "target",
+            409,
+        )
+    for refusal in (refusal_to_migrate(source, "source"), refusal_to_migrate(target, "target")):
+        if refusal is not None:
+            raise MigrationRefused(refusal.code, refusal.message, refusal.param, refusal.status)
+    return source, target
+
+
+def request_abort(job: MigrationJob, user: User = None) -> MigrationJob:
+    """Asks the worker to stop between two steps; a job that nobody has taken yet ends at once. May be called twice.
+
+    Raises:
+        MigrationRefused: 409 `migration_over` or `past_point_of_no_return`.
+    """
+    job.refresh_from_db()
+    if job.is_terminal:
+        raise MigrationRefused("migration_over", f"The migration is already {job.state}.", None, 409)
+    if job.state in NOT_ABORTABLE:
+        raise MigrationRefused(
+            "past_point_of_no_return", "All requests have moved; migrate back instead of aborting.", None, 409
+        )
+    live = MigrationJob.objects.filter(id=job.id, state=job.state, abort_requested=False)
+    with transaction.atomic():
+        if live.update(abort_requested=True):
+            record(job.id, EventKind.STEP, message=f"Abort requested by {user}" if user else "Abort requested")
+    if advance(
+        job.id,
+        MigrationState.PENDING,
+        MigrationState.ABORTED,
+        error_code="aborted",
+        error="Aborted before it started; nothing was moved.",
+    ):
+        from instances.services import restore_after_migration
+
+        restore_after_migration(job.source_id, job.target_id)
+    job.refresh_from_db()
+    return job
+
+
+def enqueue(job: MigrationJob) -> None:
+    """Hands the job to a worker. When the broker is away, the reaper does it again later."""
+    from migrations_app.tasks import execute
+
+    execute.delay(str(job.id))
+
+
+def _tell_pages(job: MigrationJob) -> None:
+    from migrations_app import publisher
+
+    publisher.job_changed(job.id)
+
+
+def _check_wishes(
+    migration_type: str, tn: int, target: Instance, tp: int | None, pp: int | None, target_model: str
+) -> None:
+    if migration_type not in MigrationType.values:
+        raise MigrationRefused(
+            "invalid_request",
+            f"migration_type must be one of {', '.join(MigrationType.values)}.",
+            "migration_type",
+            400,
+        )
+    if migration_type == MigrationType.KEEP_SOURCE_ACTIVE:
+        raise MigrationRefused(
+            "unsupported_policy",
+            "keep_source_active is not supported yet; use preserve_source or destroy_source.",
+            "migration_type",
+            422,
+        )
+    if tn < 1:
+        raise MigrationRefused("invalid_request", "tn must be 1 or more.", "tn", 400)
+    real: dict[str, Any] = target.topology
+    for param, wish, name in (
+        ("target_tp", tp, "tensor_parallel_size"),
+        ("target_pp", pp, "pipeline_parallel_size"),
+    ):
+        if wish is not None and wish != real.get(name, 1):
+            raise MigrationRefused(
+                "topology_change_unsupported",
+                f"{param} is {wish} but instance {target.vllm_hi_id} runs with {real.get(name, 1)}; "
+                "start the target with the topology you want and leave the field out.",
+                param,
+                422,
+            )
+    if target_model and target_model != target.served_model_name:
+        raise MigrationRefused(
+            "model_mismatch",
+            f"target_model is {target_model} but instance {target.vllm_hi_id} serves {target.served_model_name}.",
+            "target_model",
+            409,
+        )
