@@ -1,0 +1,181 @@
+"""Which instance a request goes to: the table, kept fresh from Redis, and the acknowledgement of its versions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import redis.asyncio as redis
+from redis.exceptions import RedisError
+
+from proxy.errors import model_not_found, no_instance
+from proxy.settings import ProxySettings
+
+__all__ = ["Instance", "Model", "Route", "Routing", "RoutingTable"]
+
+log = logging.getLogger(__name__)
+
+
+class Model(msgspec.Struct, frozen=True):
+    max_model_len: int | None = None
+    active: list[str] = []
+
+
+class Instance(msgspec.Struct, frozen=True):
+    base_url: str
+    control_host: str = ""
+    control_port: int = 0
+    served_model_name: str = ""
+    role: str = ""
+
+
+class RoutingTable(msgspec.Struct, frozen=True):
+    """The document under `vllm_hi:routing`; docs/protocol.md section 6."""
+
+    version: int = 0
+    models: dict[str, Model] = {}
+    instances: dict[str, Instance] = {}
+
+
+class Route(msgspec.Struct, frozen=True):
+    """Where one request goes, and the table version that said so."""
+
+    instance_id: str
+    base_url: str
+    version: int
+
+
+class Routing:
+    """Holds the newest table, chooses instances, and knows which versions still have requests on their way."""
+
+    def __init__(self, settings: ProxySettings, connected: Callable[[str], bool] = lambda instance_id: True) -> None:
+        self.table = RoutingTable()
+        self.load: Counter[str] = Counter()
+        self._settings = settings
+        self._connected = connected
+        self._sending: Counter[int] = Counter()
+        self._listeners: list[Callable[[RoutingTable], None]] = []
+        self._wake = asyncio.Event()
+
+    def on_change(self, listener: Callable[[RoutingTable], None]) -> None:
+        self._listeners.append(listener)
+
+    def install(self, table: RoutingTable) -> None:
+        """Makes `table` the one that new requests are routed by."""
+        self.table = table
+        for listener in self._listeners:
+            listener(table)
+
+    def choose(self, model: str, tried: frozenset[str] = frozenset()) -> Route:
+        """Picks the active instance with the fewest streams that is not in `tried`. The caller owes a `sent()` for it.
+
+        Raises:
+            ApiError: 404 unknown model; 503 nothing (left) to route to.
+        """
+        entry = self.table.models.get(model)
+        if entry is None:
+            raise model_not_found(model)
+        candidates = [i for i in entry.active if i in self.table.instances and i not in tried]
+        if not candidates:
+            raise no_instance(model, self._settings.retry_after_s)
+        # An instance whose control connection is down can serve, but not hand over: it comes last.
+        best = min(candidates, key=lambda i: (not self._connected(i), self.load[i]))
+        self._sending[self.table.version] += 1
+        return Route(best, self.table.instances[best].base_url, self.table.version)
+
+    def sent(self, route: Route) -> None:
+        """The request of `route` has been written to its instance, or never will be."""
+        self._sending[route.version] -= 1
+        if self._sending[route.version] <= 0:
+            del self._sending[route.version]
+            if route.version < self.table.version:
+                self._wake.set()
+
+    def acknowledged(self) -> int:
+        """Returns the newest version under which, and under all older ones, nothing is still being sent."""
+        return min([self.table.version, *self._sending])
+
+    def models(self) -> list[dict[str, Any]]:
+        """Returns OpenAI's model objects, one per served name."""
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "vllm",
+                "root": name,
+                "parent": None,
+                "max_model_len": model.max_model_len,
+            }
+            for name, model in sorted(self.table.models.items())
+        ]
+
+    # -- Redis ---------------------------------------------------------------------------------------------------------
+
+    async def follow(self) -> None:
+        """Keeps the table fresh and the acknowledgement alive until cancelled. A lost Redis changes nothing here."""
+        lost = False
+        while True:
+            client = redis.from_url(self._settings.redis_url, socket_connect_timeout=2.0, socket_timeout=5.0)
+            try:
+                async with client.pubsub() as pubsub:
+                    await pubsub.subscribe(f"{self._settings.key_prefix}routing")
+                    if lost:
+                        log.info("redis is back")
+                    lost = False
+                    listen = asyncio.create_task(self._listen(pubsub))
+                    try:
+                        await self._poll(client, listen)
+                    finally:
+                        listen.cancel()
+                        await asyncio.gather(listen, return_exceptions=True)
+            except (RedisError, OSError, TimeoutError) as error:
+                if not lost:
+                    log.warning("redis is lost, serving with routing table version %d: %s", self.table.version, error)
+                lost = True
+            finally:
+                await _close(client)
+            await asyncio.sleep(self._settings.poll_s)
+
+    async def _listen(self, pubsub: Any) -> None:
+        while True:  # an explicit timeout: without one the client's socket timeout would end the wait with an error
+            if await pubsub.get_message(ignore_subscribe_messages=True, timeout=30.0) is not None:
+                self._wake.set()
+
+    async def _poll(self, client: Any, listen: asyncio.Task[None]) -> None:
+        while not listen.done():
+            self._wake.clear()
+            raw = await client.get(f"{self._settings.key_prefix}routing")
+            if raw is not None:
+                self._read(raw)
+            ack = {"version": self.acknowledged(), "seen_at": time.time()}
+            await client.hset(f"{self._settings.key_prefix}routing:acks", self._settings.worker_id, json.dumps(ack))
+            try:
+                async with asyncio.timeout(self._settings.poll_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+        await listen
+
+    def _read(self, raw: bytes) -> None:
+        try:
+            table = msgspec.json.decode(raw, type=RoutingTable)
+        except msgspec.MsgspecError as error:
+            log.error("the routing table in redis is unreadable, keeping version %d: %s", self.table.version, error)
+            return
+        if table != self.table:
+            log.info("routing table version %d", table.version)
+            self.install(table)
+
+
+async def _close(client: Any) -> None:
+    try:
+        await client.aclose()
+    except (RedisError, OSError, TimeoutError):
+        pass
