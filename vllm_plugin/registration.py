@@ -242,7 +242,7 @@ class Registration:
                 self._last = None
                 return None
             self._last, self._last_at = question.result(), loop.time()
-        if loop.time() - self._last_at > STALE_STATUS_S:
+        elif loop.time() - self._last_at > STALE_STATUS_S:
             return None
         return self._last
 

@@ -68,7 +68,7 @@ class PluginSettings:
         """
         instance_type = environ.get("VLLM_HI_TYPE", "").upper()
         if instance_type not in ("A", "B"):
-            raise ValueError(f"VLLM_HI_TYPE (--vllm-hi-type) is {instance_type!r}: set it to A (serves requests) or B (standby)")
+            raise ValueError(f"VLLM_HI_TYPE (--vllm-hi-type) is {instance_type!r}: set it to A (serves) or B (standby)")
         token = environ.get("VLLM_HI_TOKEN", "")
         if not token:
             raise ValueError("VLLM_HI_TOKEN is not set: give this instance the join token of the panel")

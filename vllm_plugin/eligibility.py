@@ -1,0 +1,82 @@
+"""Which requests can be moved, and if not, why: one code and one sentence each, decided before anything is frozen."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import msgspec
+
+from vllm_plugin.book import StreamRecord
+
+__all__ = ["prompt_digest", "refusal", "sampling_digest"]
+
+#: Codes that pass by themselves: the same request can be asked about again a moment later.
+TRANSIENT = frozenset({"not_decoding_yet", "preempted", "proxy_unreachable"})
+
+_SEVERAL_CHOICES = re.compile(r"^\d+_")
+
+
+def refusal(request: Any, record: StreamRecord | None, proxy_connected: bool) -> tuple[str, str] | None:
+    """Returns (code, sentence) when vLLM's `request` cannot move now, None when it can."""
+    if record is None:
+        return "no_proxy", "The request did not come through the proxy, so nobody could carry its client over."
+    if not proxy_connected:
+        return "proxy_unreachable", f"The proxy worker {record.proxy!r} that owns the client has no control connection."
+    return _unsupported(request, record) or _not_ready(request)
+
+
+def _unsupported(request: Any, record: StreamRecord) -> tuple[str, str] | None:
+    params = request.sampling_params
+    if params is None:
+        return "pooling", "Pooling requests are short and are not moved."
+    if record.siblings > 1 or params.n > 1 or _SEVERAL_CHOICES.match(request.request_id):
+        return "several_choices", "Requests with several choices or prompts (n > 1) are not moved yet."
+    if request.structured_output_request is not None:
+        return "structured_output", "Requests with structured output are not moved yet."
+    if params.prompt_logprobs is not None:
+        return "prompt_logprobs", "Requests with prompt_logprobs are not moved."
+    if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        return "prompt_embeds", "Requests whose prompt is given as embeddings are not moved."
+    if request.mm_features:
+        return "multimodal", "Multimodal requests are not moved yet."
+    if request.lora_request is not None:
+        return "lora", "Requests with a LoRA adapter are not moved yet."
+    if request.resumable:
+        return "streaming_input", "Streaming-input sessions are not moved."
+    if request.spec_token_ids or request.spec_decode_metrics is not None:
+        return "speculative_decoding", "Requests with speculative decoding are not moved yet."
+    if getattr(params, "thinking_token_budget", None) is not None:
+        return "thinking_budget", "Requests with a thinking budget are not moved yet."
+    return None
+
+
+def _not_ready(request: Any) -> tuple[str, str] | None:
+    status = request.status.name
+    if status == "PREEMPTED":
+        return "preempted", "The request is preempted; it can move once it runs again."
+    if status != "RUNNING" or not request.num_output_tokens:
+        return "not_decoding_yet", "The request is waiting or in prefill; it can move once it decodes."
+    return None
+
+
+def prompt_digest(request: Any) -> bytes:
+    """SHA-256 of the prompt's token ids."""
+    return hashlib.sha256(msgspec.msgpack.encode(list(request.prompt_token_ids or ()))).digest()
+
+
+def sampling_digest(request: Any) -> bytes:
+    """SHA-256 of everything that steers sampling and stopping, but for `vllm_xargs`, which differs per leg."""
+    params = request.sampling_params
+    fields = {name: getattr(params, name) for name in params.__struct_fields__ if name != "extra_args"}
+    text = ";".join(f"{name}={_stable(value)}" for name, value in sorted(fields.items()))
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _stable(value: Any) -> str:
+    if isinstance(value, set | frozenset):
+        return repr(sorted(value))
+    if isinstance(value, dict):
+        return repr(sorted(value.items(), key=repr))
+    return repr(value)

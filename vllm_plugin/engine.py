@@ -1,0 +1,261 @@
+"""The migration engine: the plugin's half in the engine core process.
+
+It owns the control listener (proxies and peers dial in), the sessions, and the way from other threads onto the engine thread.
+The API server reaches it through the utility `vllm_hi(op, payload)`, which answers `{"ok": …}` or `{"error": …}`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from vllm_plugin import facts
+from vllm_plugin.compat import ENGINE_PUMP, EngineCoreRequestType
+from vllm_plugin.errors import MigrationError
+from vllm_plugin.faults import Faults
+from vllm_plugin.link import Link
+from vllm_plugin.messages import Answer, OpenSession, decode_peer
+from vllm_plugin.operations import answer
+from vllm_plugin.scheduler import MigrationScheduler
+from vllm_plugin.settings import PluginSettings
+from vllm_plugin.source import SourceSession
+from vllm_plugin.target import TargetSession, open_session
+from vllm_plugin.wire import (
+    Auth,
+    Discarded,
+    FirstToken,
+    FrameSocket,
+    LegOpened,
+    Producing,
+    ProtocolError,
+    Resolved,
+    Switched,
+    decode_frame,
+)
+from vllm_plugin.workers import Workers
+
+__all__ = ["MigrationEngine", "pump", "utility"]
+
+logger = logging.getLogger("vllm.vllm_hi.engine")
+
+Result = TypeVar("Result")
+
+WATCH_INTERVAL_S = 0.05
+#: A caller waits at most this long for the engine thread; a step that takes longer is a hung engine.
+ENGINE_THREAD_S = 30.0
+_ATTRIBUTE = "_vllm_hi_engine"
+
+
+def utility(self: Any, op: str, payload: dict[str, Any] | None = None) -> Any:
+    """Becomes `EngineCore.vllm_hi`; runs on the engine thread (v1/engine/core.py, utility dispatch)."""
+    engine = getattr(self, _ATTRIBUTE, None)
+    if engine is None:
+        engine = MigrationEngine(self)
+        setattr(self, _ATTRIBUTE, engine)
+    return answer(engine, op, payload or {})
+
+
+def pump(self: Any) -> Future[None]:
+    """Becomes `EngineCore.vllm_hi_pump`: runs one queued call on the engine thread. The future is never resolved, so vLLM
+    sends no utility output to anybody."""
+    engine: MigrationEngine = getattr(self, _ATTRIBUTE)
+    engine.run_next_call()
+    return Future()
+
+
+class MigrationEngine:
+    """One per engine core; created on the first utility call, on the engine thread."""
+
+    def __init__(self, core: Any) -> None:
+        self.core = core
+        self.settings = PluginSettings.from_env()
+        self.role = "active" if self.settings.instance_type == "A" else "standby"
+        self.faults = Faults()
+        self.proxies: dict[str, Link] = {}
+        self.source: SourceSession | None = None
+        self.target: TargetSession | None = None
+        self.attempts: dict[str, int] = {}
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        # One operation of a session after the other; the engine thread never waits for them.
+        self.sessions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-hi-session")
+        self.aborts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-hi-abort")
+        self.unsupported = facts.unsupported(core)
+        self.workers = Workers([], self.settings.bind, self.settings.token)
+        self.control_port = 0
+        self.factors: dict[str, str] = {}
+        if self.unsupported:
+            logger.warning("migration is not available on this instance: %s", ", ".join(self.unsupported))
+            return
+        self._start()
+
+    def _start(self) -> None:
+        settings = self.settings
+        cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        infos = self.core.collective_rpc(
+            "vllm_hi_start", args=(settings.token, settings.bind, settings.data_port, cpus)
+        )
+        self.workers = Workers(infos, settings.bind, settings.token)
+        self.factors = facts.factors(self.core, infos)
+        listener = socket.create_server((settings.bind, settings.control_port))
+        self.control_port = listener.getsockname()[1]
+        self.name = f"{settings.bind}:{self.control_port}"
+        self.scheduler.migration_listener = self
+        threading.Thread(target=self._accept, args=(listener,), name="vllm-hi-control", daemon=True).start()
+        threading.Thread(target=self._watch, name="vllm-hi-watch", daemon=True).start()
+        logger.info("migration is available; control port %d", self.control_port)
+
+    @property
+    def scheduler(self) -> MigrationScheduler:
+        scheduler: MigrationScheduler = self.core.scheduler
+        return scheduler
+
+    # -- the engine thread ---------------------------------------------------------------------------------------------
+
+    def on_engine(self, call: Callable[[], Result]) -> Result:
+        """Runs `call` on the engine thread, between two steps, and returns its result. Not to be used on that thread."""
+        future: Future[Result] = Future()
+        self._calls.put((call, future))
+        self.core.input_queue.put_nowait((EngineCoreRequestType.UTILITY, (0, 0, ENGINE_PUMP, ())))
+        return future.result(ENGINE_THREAD_S)
+
+    def run_next_call(self) -> None:
+        call, future = self._calls.get_nowait()
+        try:
+            future.set_result(call())
+        except Exception as error:
+            # Whoever waits gets it; an exception here would end the engine core.
+            logger.exception("a migration step failed on the engine thread")
+            future.set_exception(error)
+
+    def end_requests(self, request_ids: list[str], status: Any) -> None:
+        """Ends requests and tells their front ends. Engine thread only."""
+        self.core._send_abort_outputs(self.scheduler.finish_requests(request_ids, status))
+
+    def refuse_arrival(self, request: Any) -> None:
+        """A request with a bad ticket was put into `requests` only; its front end gets an error."""
+        self.scheduler.requests.pop(request.request_id, None)
+        self.scheduler.book.forget(request.request_id)
+        self.core._send_error_outputs_to_client([request.request_id], request.client_index)
+
+    # -- what the scheduler reports ------------------------------------------------------------------------------------
+
+    def parked(self, ticket: str, request: Any) -> None:
+        if self.target is None:
+            logger.warning("a request came with a ticket, but no migration runs")
+            self.refuse_arrival(request)
+        else:
+            self.target.arrived(ticket, request)
+
+    def producing(self, ticket: str, stream: str, tokens: int) -> None:
+        worker, _, stream_id = stream.partition("/")
+        link = self.proxies.get(worker)
+        if link is None:
+            logger.warning(
+                "the proxy worker %s is gone; nobody can be told that stream %s runs here", worker, stream_id
+            )
+        else:
+            link.send(Producing(stream_id, ticket, tokens))
+
+    def parked_gone(self, ticket: str) -> None:
+        if self.target is not None:
+            self.target.gone(ticket)
+
+    def memory_pressure(self) -> None:
+        """Running requests go first: what is only parked here stays on its source."""
+        if self.target is not None:
+            self.target.revoke_parked()
+
+    # -- connections ---------------------------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            sock, address = listener.accept()
+            threading.Thread(target=self._serve, args=(sock, address), name="vllm-hi-control", daemon=True).start()
+
+    def _serve(self, sock: socket.socket, address: tuple[str, int]) -> None:
+        try:
+            frames, auth = FrameSocket.accept(sock, self.settings.token, self.name)
+        except (OSError, ProtocolError) as error:
+            logger.warning("control port: closed a connection from %s: %s", address[0], error)
+            sock.close()
+            return
+        if auth.role == "proxy":
+            self._serve_proxy(frames, auth)
+        elif auth.role == "peer":
+            self._serve_peer(frames, auth)
+        else:
+            logger.warning("control port: role %s has no business here", auth.role)
+            frames.close()
+
+    def _serve_proxy(self, frames: FrameSocket, auth: Auth) -> None:
+        link = Link(frames, auth.name, decode_frame, (LegOpened, Resolved), self._on_proxy, self._on_proxy_lost)
+        self.proxies[auth.name] = link
+        logger.info("proxy worker %s connected", auth.name)
+        link.start()
+
+    def _on_proxy(self, _link: Link, message: Any) -> None:
+        if isinstance(message, Switched | FirstToken | Discarded) and self.source is not None:
+            self.source.on_proxy(message)
+
+    def _on_proxy_lost(self, link: Link) -> None:
+        if self.proxies.get(link.name) is link:
+            del self.proxies[link.name]
+
+    def _serve_peer(self, frames: FrameSocket, auth: Auth) -> None:
+        sessions: list[TargetSession] = []
+
+        def on_message(link: Link, message: Any) -> None:
+            if sessions:
+                sessions[0].handle(message)
+            elif isinstance(message, OpenSession):
+                session = open_session(self, link, message)
+                if session is not None:
+                    sessions.append(session)
+            elif hasattr(message, "call"):
+                link.send(Answer(message.call, False, "no_session", "The session is not open."))
+
+        def on_close(_link: Link) -> None:
+            if sessions:
+                sessions[0].close("the connection to the source was lost")
+
+        Link(frames, f"source {auth.name}", decode_peer, (), on_message, on_close).start()
+
+    def source_closed(self, session: SourceSession) -> None:
+        if self.source is session:
+            self.source = None
+
+    def target_closed(self, session: TargetSession) -> None:
+        if self.target is session:
+            self.target = None
+
+    # -- deadlines -----------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Deadlines live outside the step loop: a request that is frozen makes no steps."""
+        while True:
+            time.sleep(WATCH_INTERVAL_S)
+            now = time.monotonic()
+            try:
+                if self.source is not None:
+                    self.source.check_deadlines(now)
+                target = self.target
+                if target is not None and now > target.expires_at:
+                    target.close("the lease ran out")
+            except Exception:
+                logger.exception("a deadline could not be handled")
+
+    # -- attempts ------------------------------------------------------------------------------------------------------
+
+    def check_attempt(self, job: str, attempt: int) -> None:
+        """Raises: MigrationError 409 `stale_attempt` for an attempt lower than one seen (a worker that woke up late)."""
+        seen = self.attempts.get(job, 0)
+        if attempt < seen:
+            raise MigrationError(409, "stale_attempt", f"Attempt {seen} of this migration has been seen.", "attempt")
+        self.attempts[job] = attempt

@@ -1,0 +1,22 @@
+"""Test switch: makes a running engine misbehave in named ways, so that tests can show that they would notice.
+
+Off unless the instance was started with VLLM_HI_ENABLE_FAULTS=1; then `POST /vllm_hi/faults` sets the fields below.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["Faults"]
+
+
+class Faults(msgspec.Struct):
+    """skip_tail: the tail block is not sent at handover. drop_generator: the random state is not sent.
+    hold_before_commit_s: A waits between the tail and the commit. hold_before_freeze_s: A waits before it freezes.
+    refuse_commit: B refuses every commit."""
+
+    skip_tail: bool = False
+    drop_generator: bool = False
+    hold_before_commit_s: float = 0.0
+    hold_before_freeze_s: float = 0.0
+    refuse_commit: bool = False

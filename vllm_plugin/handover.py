@@ -1,0 +1,182 @@
+"""The handover of one wave of requests: the only part of a migration that a client can feel.
+
+On the critical path, between the last token of A and the first of B: one look by A's engine (freeze), the tail blocks, one
+message to B's engine (commit), B's next step. Everything else happens before or after.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TYPE_CHECKING
+
+from vllm_plugin.book import merge_logprobs
+from vllm_plugin.compat import RequestStatus
+from vllm_plugin.messages import Commit, CommitItem, Prepare, Refusals
+from vllm_plugin.move import DEADLINES_S, Move
+from vllm_plugin.scheduler import Snapshot
+from vllm_plugin.wire import Freezing, Resolve
+
+if TYPE_CHECKING:
+    from vllm_plugin.source import SourceSession
+
+__all__ = ["hand_over"]
+
+logger = logging.getLogger("vllm.vllm_hi.handover")
+
+#: B answers a commit between two of its steps; after this A asks the proxy what became of it.
+COMMIT_ANSWER_S = 2.5
+RESOLVE_ANSWER_S = 3.0
+
+
+def hand_over(session: SourceSession, moves: list[Move]) -> None:
+    """Moves attached requests to B. Afterwards every move has ended: moved, stayed or finished."""
+    moves = session.copy_full_blocks(moves)
+    moves = _prepare(session, moves)
+    for move in moves:
+        link = session.engine.proxies.get(move.proxy)
+        if link is not None:
+            link.send(Freezing(move.stream_id, move.ticket))
+    time.sleep(session.engine.faults.hold_before_freeze_s)
+    if not moves:
+        return
+    asked = time.monotonic()
+    snapshots = session.freeze(moves)
+    frozen = time.monotonic()
+    moves = [move for move in moves if move.request_id in snapshots and not move.ended]
+    try:
+        items = _send_tails(session, moves, snapshots)
+        tails = time.monotonic()
+        for move in moves:
+            move.stages["freeze"] = (frozen - asked) * 1e3
+            move.stages["tail"] = (tails - frozen) * 1e3
+        _commit(session, moves, items)
+    finally:
+        session.unpin(snapshots)
+    for move in moves:
+        move.done.wait(DEADLINES_S["committed"] + 1.0)
+
+
+def _prepare(session: SourceSession, moves: list[Move]) -> list[Move]:
+    """Before anything is frozen, B promises a run slot for each."""
+    if not moves:
+        return []
+    tickets = [move.ticket for move in moves]
+    try:
+        answer: Refusals = session.ask(lambda call: Prepare(call, tickets))
+    except ConnectionError as error:
+        for move in moves:
+            session.roll_back(move, "target_lost", f"The target was lost before the handover: {error}.")
+        return []
+    _apply_refusals(session, moves, answer)
+    return [move for move in moves if not move.ended]
+
+
+def _apply_refusals(session: SourceSession, moves: list[Move], answer: Refusals) -> None:
+    by_ticket = {move.ticket: move for move in moves}
+    for refused in answer.refused:
+        session.roll_back(by_ticket[refused.ticket], refused.code, refused.message)
+
+
+def _send_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, Snapshot]) -> list[CommitItem]:
+    """Sends the blocks B lacks (the partial one above all) and reads the random states; builds what B needs to go on."""
+    block_size, faults = session.engine.scheduler.block_size, session.engine.faults
+    source: list[int] = []
+    target: list[int] = []
+    for move in moves:
+        snapshot = snapshots[move.request_id]
+        needed = -(-snapshot.valid_tokens // block_size)
+        if len(move.window) < needed:
+            message = f"The target holds {len(move.window)} blocks and {needed} are needed."
+            session.roll_back(move, "window_too_small", message)
+            continue
+        move.tail_blocks = needed - move.sent_blocks
+        if faults.skip_tail and snapshot.valid_tokens % block_size:
+            needed -= 1
+        source += snapshot.block_ids[move.sent_blocks : needed]
+        target += move.window[move.sent_blocks : needed]
+        move.tail_bytes = (needed - move.sent_blocks) * session.engine.workers.block_bytes
+    going = [move for move in moves if not move.ended]
+    try:
+        _, states = session.push(source, target, [move.request_id for move in going])
+    except ConnectionError as error:
+        for move in going:
+            session.roll_back(move, "target_lost", f"The last blocks could not be delivered: {error}.")
+        return []
+    if faults.drop_generator:
+        states = {}
+    return [_commit_item(move, snapshots[move.request_id], states.get(move.request_id)) for move in going]
+
+
+def _commit_item(move: Move, snapshot: Snapshot, generator: bytes | None) -> CommitItem:
+    return CommitItem(
+        ticket=move.ticket,
+        output_tokens=snapshot.output_tokens,
+        computed_tokens=snapshot.valid_tokens,
+        generator=generator,
+        logprobs=merge_logprobs(list(snapshot.logprobs)),
+        prefill=snapshot.prefill,
+    )
+
+
+def _commit(session: SourceSession, moves: list[Move], items: list[CommitItem]) -> None:
+    _hold(session, moves)
+    # From here on B may own the requests: only those whose own deadline has not undone them already are offered.
+    sent = [move for move in moves if move.advance("sent")]
+    tickets = {move.ticket for move in sent}
+    offered = [item for item in items if item.ticket in tickets]
+    if not offered:
+        return
+    started = time.monotonic()
+    try:
+        answer: Refusals = session.ask(lambda call: Commit(call, offered), COMMIT_ANSWER_S)
+    except ConnectionError as error:
+        logger.warning("migration %s: the answer to a commit was lost: %s", session.job, error)
+        _resolve(session, sent)
+        return
+    answered = time.monotonic()
+    refused = {refusal.ticket for refusal in answer.refused}
+    for move in sent:
+        if move.ticket not in refused:
+            move.stages["commit"] = (answered - started) * 1e3
+            move.stages["committed_at"] = answered
+            move.advance("committed")
+    # An explicit refusal is certain: B does not have the request, A goes on at once.
+    _apply_refusals(session, sent, answer)
+
+
+def _hold(session: SourceSession, moves: list[Move]) -> None:
+    hold = session.engine.faults.hold_before_commit_s
+    for move in moves:
+        move.entered += hold
+    ends = time.monotonic() + hold
+    while time.monotonic() < ends and any(not move.ended for move in moves):
+        time.sleep(0.01)
+
+
+def _resolve(session: SourceSession, moves: list[Move]) -> None:
+    """B's answer is lost, which is no refusal. The proxy owns both legs and knows, or decides."""
+    calls = []
+    for move in moves:
+        link = session.engine.proxies.get(move.proxy)
+        if link is not None:
+            calls.append((move, link.call(_resolve_message(move))))
+    deadline = time.monotonic() + RESOLVE_ANSWER_S
+    for move, future in calls:
+        try:
+            answer = future.result(max(0.0, deadline - time.monotonic()))
+        except (FutureTimeout, ConnectionError):
+            # Neither B nor the proxy answers: the move's own last resort lets A go on.
+            continue
+        if answer.outcome == "discarded":
+            session.roll_back(move, "target_lost", "The target was lost between the freeze and the commit.")
+        elif move.advance("moved"):
+            request_id = move.request_id
+            session.engine.on_engine(
+                lambda request_id=request_id: session.engine.end_requests([request_id], RequestStatus.FINISHED_ABORTED)
+            )
+
+
+def _resolve_message(move: Move):  # type: ignore[no-untyped-def]
+    return lambda call: Resolve(call, move.stream_id, move.ticket)

@@ -1,0 +1,278 @@
+"""Messages between two engine cores (peer), and between an engine core and the data servers of workers.
+
+Frames and handshake are those of `vllm_plugin.wire`. All calls carry a number that the answer repeats.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from vllm_plugin.wire import ProtocolError
+
+__all__ = [
+    "AllowSession",
+    "Answer",
+    "CloseSession",
+    "Commit",
+    "CommitItem",
+    "DataMessage",
+    "Expect",
+    "Expectation",
+    "Grow",
+    "GrowItem",
+    "Grown",
+    "GrownItem",
+    "LogprobRows",
+    "OpenSession",
+    "Parked",
+    "PeerMessage",
+    "Prepare",
+    "Push",
+    "Pushed",
+    "Refusal",
+    "Refusals",
+    "Release",
+    "Renew",
+    "RevokeSession",
+    "SessionOpened",
+    "Write",
+    "Written",
+    "decode_data",
+    "decode_peer",
+]
+
+
+class Refusal(msgspec.Struct):
+    """Why one request cannot take the next step; `ticket` names it between the two engines."""
+
+    ticket: str
+    code: str
+    message: str
+
+
+# -- engine core A -> engine core B ------------------------------------------------------------------------------------
+
+
+class OpenSession(msgspec.Struct, tag="open_session"):
+    call: int
+    job: str
+    attempt: int
+    source: str
+    lease_s: float
+
+
+class SessionOpened(msgspec.Struct, tag="session_opened"):
+    """`data_ports`: the data server of each worker of B, by rank."""
+
+    call: int
+    session: str
+    data_host: str
+    data_ports: list[int]
+
+
+class Expectation(msgspec.Struct):
+    """What B must find in the request that arrives with the ticket; digests are SHA-256."""
+
+    ticket: str
+    stream: str
+    prompt_digest: bytes
+    sampling_digest: bytes
+
+
+class Expect(msgspec.Struct, tag="expect"):
+    call: int
+    expectations: list[Expectation]
+
+
+class Answer(msgspec.Struct, tag="answer"):
+    call: int
+    ok: bool
+    code: str = ""
+    message: str = ""
+
+
+class GrowItem(msgspec.Struct):
+    """`output_tokens`: those that B has not been told yet. `full_tokens`: tokens in blocks that A will never write again.
+    `capacity_tokens`: for how many tokens B must hold blocks."""
+
+    ticket: str
+    output_tokens: list[int]
+    full_tokens: int
+    capacity_tokens: int
+
+
+class Grow(msgspec.Struct, tag="grow"):
+    call: int
+    items: list[GrowItem]
+
+
+class GrownItem(msgspec.Struct):
+    """`hit_tokens`: leading tokens that B already had in its prefix cache; their blocks must not be written."""
+
+    ticket: str
+    hit_tokens: int
+    block_ids: list[int]
+
+
+class Grown(msgspec.Struct, tag="grown"):
+    call: int
+    items: list[GrownItem]
+    refused: list[Refusal]
+
+
+class Prepare(msgspec.Struct, tag="prepare"):
+    """Asks B for a run slot per ticket; starts B's commit deadline."""
+
+    call: int
+    tickets: list[str]
+
+
+class Refusals(msgspec.Struct, tag="refusals"):
+    """Answer to `Prepare` and `Commit`: what is not listed was accepted."""
+
+    call: int
+    refused: list[Refusal]
+
+
+class LogprobRows(msgspec.Struct):
+    """Sampled logprobs so far: `rows` = output tokens, `columns` = top logprobs + 1; arrays are row-major.
+
+    token_ids: int32 [rows, columns]; logprobs: float32 [rows, columns]; ranks: int64 [rows].
+    """
+
+    rows: int
+    columns: int
+    token_ids: bytes
+    logprobs: bytes
+    ranks: bytes
+
+
+class CommitItem(msgspec.Struct):
+    ticket: str
+    output_tokens: list[int]
+    computed_tokens: int
+    generator: bytes | None
+    logprobs: LogprobRows | None
+    prefill: dict[str, int] | None
+
+
+class Commit(msgspec.Struct, tag="commit"):
+    call: int
+    items: list[CommitItem]
+
+
+class Release(msgspec.Struct, tag="release"):
+    """A will not write into these windows any more; B drops what is still parked under the tickets."""
+
+    tickets: list[str]
+    reason: str
+
+
+class Renew(msgspec.Struct, tag="renew"):
+    lease_s: float
+
+
+class CloseSession(msgspec.Struct, tag="close_session"):
+    call: int
+
+
+# -- engine core B -> engine core A, unasked ---------------------------------------------------------------------------
+
+
+class Parked(msgspec.Struct, tag="parked"):
+    """The request has arrived and waits (`ok`), was refused, or is gone (client left, lease over): then `code` says why."""
+
+    ticket: str
+    ok: bool
+    code: str = ""
+    message: str = ""
+
+
+PeerMessage = (
+    OpenSession
+    | SessionOpened
+    | Expect
+    | Answer
+    | Grow
+    | Grown
+    | Prepare
+    | Refusals
+    | Commit
+    | Release
+    | Renew
+    | CloseSession
+    | Parked
+)
+
+# -- data servers ------------------------------------------------------------------------------------------------------
+
+
+class AllowSession(msgspec.Struct, tag="allow_session"):
+    """Engine core B -> its worker: `Write` frames of this session are welcome."""
+
+    call: int
+    session: str
+
+
+class RevokeSession(msgspec.Struct, tag="revoke_session"):
+    """Engine core -> its worker: drop the session's connections; answered when nobody writes or sends any more."""
+
+    call: int
+    session: str
+
+
+class Push(msgspec.Struct, tag="push"):
+    """Engine core A -> its worker: send `source_blocks` into `target_blocks` of the worker at `host:port`, and read the
+    generator states of `generators` (request ids)."""
+
+    call: int
+    session: str
+    host: str
+    port: int
+    source_blocks: list[int]
+    target_blocks: list[int]
+    generators: list[str]
+
+
+class Pushed(msgspec.Struct, tag="pushed"):
+    call: int
+    ok: bool
+    sent_bytes: int = 0
+    generators: dict[str, bytes] = {}
+    message: str = ""
+
+
+class Write(msgspec.Struct, tag="write"):
+    """Worker A -> worker B, followed by `size` raw bytes: for each layer in name order, each block in list order."""
+
+    session: str
+    blocks: list[int]
+    size: int
+
+
+class Written(msgspec.Struct, tag="written"):
+    ok: bool
+    code: str = ""
+    message: str = ""
+
+
+DataMessage = AllowSession | RevokeSession | Push | Pushed | Write | Written | Answer
+
+_peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
+_data_decoder: msgspec.msgpack.Decoder[DataMessage] = msgspec.msgpack.Decoder(DataMessage)
+
+
+def decode_peer(body: bytes | bytearray) -> PeerMessage:
+    """Raises: ProtocolError `bad_frame`."""
+    try:
+        return _peer_decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError("bad_frame", str(error)) from error
+
+
+def decode_data(body: bytes | bytearray) -> DataMessage:
+    """Raises: ProtocolError `bad_frame`."""
+    try:
+        return _data_decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError("bad_frame", str(error)) from error

@@ -1,0 +1,106 @@
+"""One request on its way from A to B, as A sees it: states, transitions, and what is measured."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["DEADLINES_S", "TRANSITIONS", "Move", "MoveState"]
+
+MoveState = Literal["attaching", "copying", "frozen", "sent", "committed", "moved", "stayed", "finished"]
+
+#: attaching: B's leg is being opened. copying: parked on B, rounds run, A decodes. frozen: A does not schedule it.
+#: sent: B may have everything, its answer is open. committed: B has accepted. moved: the proxy has switched.
+#: stayed: rolled back, A goes on. finished: it ended by itself on A.
+TRANSITIONS: dict[MoveState, frozenset[MoveState]] = {
+    "attaching": frozenset({"copying", "stayed", "finished"}),
+    "copying": frozenset({"frozen", "stayed", "finished"}),
+    "frozen": frozenset({"sent", "stayed", "finished"}),
+    "sent": frozenset({"committed", "moved", "stayed", "finished"}),
+    "committed": frozenset({"moved", "stayed", "finished"}),
+    "moved": frozenset(),
+    "stayed": frozenset(),
+    "finished": frozenset(),
+}
+
+#: A state that lasts longer is undone by A itself. After the tail was sent the proxy decides; the last resort is much longer.
+DEADLINES_S: dict[MoveState, float] = {"frozen": 1.0, "sent": 10.0, "committed": 10.0}
+
+
+@dataclass
+class Move:
+    """`window`: B's block ids for this request. `sent_blocks`: leading blocks that B has (hit or sent). `told_tokens`: output
+    tokens that B has been told. `epoch`: see `Snapshot`."""
+
+    request_id: str
+    stream: str
+    ticket: str
+    epoch: int
+    prompt_tokens: int
+    kv_blocks: int
+    state: MoveState = "attaching"
+    code: str = ""
+    message: str = ""
+    window: list[int] = field(default_factory=list)
+    hit_tokens: int | None = None
+    sent_blocks: int = 0
+    told_tokens: int = 0
+    tokens: int = 0
+    tail_blocks: int = 0
+    tail_bytes: int = 0
+    gap_ms: float | None = None
+    itl_ms: float | None = None
+    streamed: bool = False
+    stages: dict[str, float] = field(default_factory=dict)
+    parked: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    measured: threading.Event = field(default_factory=threading.Event)
+    entered: float = field(default_factory=time.monotonic)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def proxy(self) -> str:
+        return self.stream.partition("/")[0]
+
+    @property
+    def stream_id(self) -> str:
+        return self.stream.partition("/")[2]
+
+    @property
+    def ended(self) -> bool:
+        return not TRANSITIONS[self.state]
+
+    def advance(self, state: MoveState, code: str = "", message: str = "") -> bool:
+        """Takes the transition if the table has it; False means that another event came first and has decided."""
+        with self._lock:
+            if state not in TRANSITIONS[self.state]:
+                return False
+            self.state = state
+            self.code, self.message = code, message
+            self.entered = time.monotonic()
+        if self.ended:
+            self.parked.set()
+            self.done.set()
+        return True
+
+    def overdue(self, now: float) -> bool:
+        deadline = DEADLINES_S.get(self.state)
+        return deadline is not None and now - self.entered > deadline
+
+    def result(self) -> dict[str, Any]:
+        """The handover result of docs/protocol.md, section 4."""
+        return {
+            "request_id": self.request_id,
+            "stream_id": self.stream_id,
+            "outcome": self.state,
+            "code": self.code,
+            "message": self.message,
+            "tokens": self.tokens,
+            "tail_blocks": self.tail_blocks,
+            "tail_bytes": self.tail_bytes,
+            "gap_ms": self.gap_ms,
+            "itl_ms": self.itl_ms,
+            "stages": {name: round(value, 3) for name, value in self.stages.items()},
+        }

@@ -1,0 +1,248 @@
+"""The operations behind the instance's HTTP endpoints (docs/protocol.md, section 4), by name.
+
+Quick ones run on the engine thread; those of a session run on its own thread and are answered through a future.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm_plugin.eligibility import refusal
+from vllm_plugin.errors import MigrationError
+from vllm_plugin.faults import Faults
+from vllm_plugin.source import SourceSession
+
+if TYPE_CHECKING:
+    from vllm_plugin.engine import MigrationEngine
+
+__all__ = ["answer"]
+
+logger = logging.getLogger("vllm.vllm_hi.operations")
+
+Payload = dict[str, Any]
+
+
+def answer(engine: MigrationEngine, op: str, payload: Payload) -> Any:
+    """Returns `{"ok": …}`, `{"error": …}`, or a future of one of them. Never raises: an exception would reach vLLM's log only."""
+    if op not in _QUICK and op not in _SESSION:
+        return MigrationError(404, "unknown_operation", f"There is no operation {op!r}.").as_dict()
+    if engine.unsupported and op not in ("status", "requests"):
+        text = f"Migration is not supported on this instance: {', '.join(engine.unsupported)}."
+        return MigrationError(501, "migration_unsupported", text).as_dict()
+    if op in _QUICK:
+        return _guarded(_QUICK[op], engine, payload)
+    function, executor = _SESSION[op], engine.sessions
+    if op == "abort":
+        # Must not wait behind the operation that it ends.
+        session = engine.source
+        if session is not None and session.job == payload.get("job") and payload["attempt"] >= session.attempt:
+            session.aborting = True
+        executor = engine.aborts
+    return _deferred(executor, function, engine, payload)
+
+
+def _guarded(function: Callable[[MigrationEngine, Payload], Payload], engine: MigrationEngine, payload: Payload) -> Any:
+    try:
+        return {"ok": function(engine, payload)}
+    except MigrationError as error:
+        return error.as_dict()
+    except Exception as error:
+        logger.exception("a migration operation failed")
+        return MigrationError(500, "internal_error", f"The instance failed: {type(error).__name__}.").as_dict()
+
+
+def _deferred(executor: Executor, function: Any, engine: MigrationEngine, payload: Payload) -> Future[Any]:
+    return executor.submit(_guarded, function, engine, payload)
+
+
+# -- on the engine thread ----------------------------------------------------------------------------------------------
+
+
+def _status(engine: MigrationEngine, _payload: Payload) -> Payload:
+    scheduler = engine.core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    book = getattr(scheduler, "book", None)
+    running, waiting = scheduler.get_request_counts()
+    source, target = engine.source, engine.target
+    session = source or target
+    return {
+        "role": engine.role,
+        "migration": {"supported": not engine.unsupported, "missing_probes": engine.unsupported},
+        "factors": engine.factors,
+        "kv": {
+            "total_blocks": scheduler.kv_cache_manager.kv_cache_config.num_blocks,
+            "free_blocks": pool.get_num_free_blocks(),
+            "block_size": scheduler.block_size,
+            "bytes_per_block": engine.workers.block_bytes,
+        },
+        "requests": {
+            "running": running,
+            "waiting": waiting,
+            "parked": len(book.parked) if book is not None else 0,
+            "frozen": len(book.frozen) if book is not None else 0,
+            "quarantined": len(book.quarantine) if book is not None else 0,
+        },
+        "data_port": engine.workers.infos[0]["data_port"] if engine.workers.infos else 0,
+        "control_port": engine.control_port,
+        "proxies": sorted(engine.proxies),
+        "session": None
+        if session is None
+        else {"job": session.job, "attempt": session.attempt, "side": "source" if source is not None else "target"},
+    }
+
+
+def _requests(engine: MigrationEngine, _payload: Payload) -> Payload:
+    scheduler = engine.core.scheduler
+    book = getattr(scheduler, "book", None)
+    rows = []
+    for request in scheduler.requests.values():
+        record = book.records.get(request.request_id) if book is not None else None
+        parked = book is not None and request.request_id in book.ticket_of
+        why = refusal(request, record, record is not None and record.proxy in engine.proxies)
+        if parked:
+            why = ("parked", "The request is parked here; it still runs on its source.")
+        rows.append(
+            {
+                "request_id": request.request_id,
+                "stream_id": record.stream_id if record is not None else None,
+                "proxy": record.proxy if record is not None else None,
+                "status": "PARKED" if parked else request.status.name,
+                "prompt_tokens": request.num_prompt_tokens,
+                "output_tokens": request.num_output_tokens,
+                "computed_tokens": request.num_computed_tokens,
+                "max_tokens": request.max_tokens,
+                "kv_blocks": sum(map(len, scheduler.kv_cache_manager.get_block_ids(request.request_id))),
+                "age_s": round(time.time() - request.arrival_time, 3),
+                "migratable": why is None,
+                "reason": None if why is None else {"code": why[0], "message": why[1]},
+            }
+        )
+    return {"requests": rows}
+
+
+def _lease(engine: MigrationEngine, payload: Payload) -> Payload:
+    session = _source(engine, payload)
+    session.renew(float(payload["lease_s"]))
+    return {"expires_in_s": session.lease_s}
+
+
+def _activate(engine: MigrationEngine, payload: Payload) -> Payload:
+    engine.check_attempt(payload["job"], payload["attempt"])
+    engine.role = "active"
+    return {"role": engine.role}
+
+
+def _convert_to_b(engine: MigrationEngine, payload: Payload) -> Payload:
+    engine.check_attempt(payload["job"], payload["attempt"])
+    left = len(engine.core.scheduler.requests)
+    if left:
+        raise MigrationError(409, "requests_in_flight", f"{left} requests still run here; wait until they have left.")
+    engine.role = "standby"
+    return {"role": engine.role}
+
+
+def _destroy(engine: MigrationEngine, payload: Payload) -> Payload:
+    engine.check_attempt(payload["job"], payload["attempt"])
+    left = len(engine.core.scheduler.requests)
+    if left:
+        raise MigrationError(409, "requests_in_flight", f"{left} requests still run here; wait until they have left.")
+    engine.role = "destroyed"
+    return {"role": engine.role}
+
+
+def _faults(engine: MigrationEngine, payload: Payload) -> Payload:
+    if not engine.settings.enable_faults:
+        raise MigrationError(404, "unknown_operation", "Faults are off; start with VLLM_HI_ENABLE_FAULTS=1.")
+    try:
+        engine.faults = msgspec.convert(payload, Faults)
+    except msgspec.ValidationError as error:
+        raise MigrationError(400, "bad_field", f"{error}.") from error
+    faults: Payload = msgspec.to_builtins(engine.faults)
+    return faults
+
+
+# -- on a session thread -----------------------------------------------------------------------------------------------
+
+
+def _start(engine: MigrationEngine, payload: Payload) -> Payload:
+    job, attempt = payload["job"], payload["attempt"]
+    engine.check_attempt(job, attempt)
+    present = engine.source
+    if present is not None:
+        if present.job == job and present.attempt == attempt:
+            return {"session": present.id}
+        if present.job != job:
+            raise MigrationError(409, "session_busy", f"The instance takes part in migration {present.job}.")
+        present.close("superseded", "A newer attempt took over.")
+    if engine.target is not None:
+        raise MigrationError(409, "session_busy", f"The instance is the target of migration {engine.target.job}.")
+    engine.source = SourceSession(engine, job, attempt, payload["peer"], float(payload["lease_s"]))
+    return {"session": engine.source.id}
+
+
+def _attach(engine: MigrationEngine, payload: Payload) -> Payload:
+    return _source(engine, payload).attach(payload.get("request_ids"))
+
+
+def _round(engine: MigrationEngine, payload: Payload) -> Payload:
+    return _source(engine, payload).round(int(payload["round"]))
+
+
+def _handover(engine: MigrationEngine, payload: Payload) -> Payload:
+    return _source(engine, payload).handover(payload.get("request_ids"), int(payload.get("wave") or 4))
+
+
+def _finish(engine: MigrationEngine, payload: Payload) -> Payload:
+    session = engine.source
+    if session is None:
+        return {"moved": 0, "stayed": 0}
+    session = _source(engine, payload)
+    session.close("finished", "The migration ended.")
+    outcomes = [move.state for move in session.ended]
+    return {"moved": outcomes.count("moved"), "stayed": outcomes.count("stayed")}
+
+
+def _abort(engine: MigrationEngine, payload: Payload) -> Payload:
+    engine.check_attempt(payload["job"], payload["attempt"])
+    released = 0
+    if engine.source is not None and engine.source.job == payload["job"]:
+        released += engine.source.close("aborted", "The migration was aborted.")
+    if engine.target is not None and engine.target.job == payload["job"]:
+        engine.target.close("the migration was aborted")
+    return {"released": released}
+
+
+def _source(engine: MigrationEngine, payload: Payload) -> SourceSession:
+    engine.check_attempt(payload["job"], payload["attempt"])
+    session = engine.source
+    if session is None or session.job != payload["job"]:
+        raise MigrationError(409, "no_session", "No session of this migration is open here; start it first.", "job")
+    if session.attempt != payload["attempt"]:
+        raise MigrationError(409, "no_session", "The open session belongs to another attempt; start again.", "attempt")
+    return session
+
+
+_QUICK: dict[str, Callable[[MigrationEngine, Payload], Payload]] = {
+    "status": _status,
+    "requests": _requests,
+    "lease": _lease,
+    "activate": _activate,
+    "convert_to_b": _convert_to_b,
+    "destroy": _destroy,
+    "faults": _faults,
+}
+
+_SESSION: dict[str, Callable[[MigrationEngine, Payload], Payload]] = {
+    "start": _start,
+    "attach": _attach,
+    "round": _round,
+    "handover": _handover,
+    "finish": _finish,
+    "abort": _abort,
+}

@@ -1,0 +1,216 @@
+"""Scheduler class (`--scheduler-cls`) that can freeze one request, park an arriving one and hold blocks that are being copied.
+
+It adds to vLLM's scheduler and changes nothing for requests that do not carry the proxy's tag. All of it runs on the engine
+thread, between steps.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_plugin.book import MoveBook, SchedulerListener
+from vllm_plugin.compat import AsyncScheduler, Scheduler
+
+__all__ = ["STREAM_ARGUMENT", "TICKET_ARGUMENT", "MigrationAsyncScheduler", "MigrationScheduler", "Snapshot"]
+
+#: Keys in `vllm_xargs` (docs/protocol.md, section 1).
+STREAM_ARGUMENT = "vllm_hi_stream"
+TICKET_ARGUMENT = "vllm_hi_ticket"
+
+#: A step number that the scheduler never reaches: a request with it is skipped (v1/core/sched/scheduler.py, `schedule`).
+NEVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One request between two steps. `valid_tokens`: tokens whose KV is written for certain; `output_tokens`: those from the
+    asked index on; `epoch` changes when the request loses its blocks; `logprobs`, `prefill`: see `StreamRecord`."""
+
+    request_id: str
+    status: str
+    drained: bool
+    valid_tokens: int
+    prompt_tokens: int
+    num_output_tokens: int
+    output_tokens: list[int]
+    block_ids: list[int]
+    epoch: int
+    logprobs: tuple[Any, ...]
+    prefill: dict[str, int] | None
+
+
+class MigrationScheduler(Scheduler):  # type: ignore[misc,valid-type]
+    """vLLM's scheduler with the operations that a live migration needs."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> MigrationScheduler:
+        # vLLM picks between two classes by configuration; `--scheduler-cls` names one, so the choice is repeated here.
+        config = kwargs.get("vllm_config") or args[0]
+        chosen = MigrationAsyncScheduler if config.scheduler_config.async_scheduling else MigrationScheduler
+        scheduler: MigrationScheduler = object.__new__(chosen)
+        return scheduler
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.book = MoveBook()
+        self.migration_listener: SchedulerListener | None = None
+        if self.vllm_config.max_concurrent_batches > 1:
+            # A step in flight may still write blocks that an abort has just freed, and a peer may be handed them.
+            self.defer_block_free = True
+
+    # -- arrivals ------------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Any) -> None:
+        arguments = (request.sampling_params.extra_args or {}) if request.sampling_params is not None else {}
+        stream, ticket = arguments.get(STREAM_ARGUMENT), arguments.get(TICKET_ARGUMENT)
+        if stream is not None:
+            self.book.record(request.request_id, str(stream))
+        if ticket is None or self.migration_listener is None:
+            super().add_request(request)
+            return
+        # In `requests`, so that an abort finds it, but in no queue: it costs no step until it is committed.
+        self.requests[request.request_id] = request
+        self.migration_listener.parked(str(ticket), request)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def has_requests(self) -> bool:
+        # With nothing but frozen requests the step loop would spin without doing anything.
+        frozen = self.book.frozen
+        if (
+            frozen
+            and not self.finished_req_ids
+            and not self.waiting
+            and not self.kv_holding_waiting
+            and all(request.request_id in frozen for request in self.running)
+        ):
+            return False
+        return bool(super().has_requests())
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        # Run slots promised to requests that are about to be committed here are not given to new ones.
+        if self.book.parked and self.migration_listener is not None:
+            free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+            if free < len(self.running):
+                self.migration_listener.memory_pressure()
+        now = time.monotonic()
+        promised = sum(1 for parked in self.book.parked.values() if (parked.prepared_until or 0.0) > now)
+        self.max_num_active_reqs -= promised
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self.max_num_active_reqs += promised
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        results = super().update_from_output(scheduler_output, model_runner_output)
+        book = self.book
+        if book.records:
+            for outputs in results.values():
+                for output in outputs.outputs:
+                    self._remember(output)
+        return results
+
+    def _remember(self, output: Any) -> None:
+        record = self.book.records.get(output.request_id)
+        if record is None:
+            return
+        if output.new_logprobs is not None and output.new_token_ids:
+            record.logprobs.append(output.new_logprobs)
+        if output.prefill_stats is not None:
+            record.prefill = dict(vars(output.prefill_stats))
+        if output.new_token_ids or output.finish_reason is not None:
+            self._announce_producing(output.request_id)
+
+    def _announce_producing(self, request_id: str) -> None:
+        watched = self.book.watched.pop(request_id, None)
+        if watched is not None and self.migration_listener is not None:
+            self.migration_listener.producing(*watched)
+
+    # -- departures ----------------------------------------------------------------------------------------------------
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        request_id, book = request.request_id, self.book
+        self._unfreeze(request)
+        # A front end that finds a stop string in the replayed text ends the request before its first step here.
+        self._announce_producing(request_id)
+        ticket = book.ticket_of.pop(request_id, None)
+        if ticket is not None:
+            book.parked.pop(ticket, None)
+        result = super()._free_request(request, *args, **kwargs)
+        if ticket is not None and self.migration_listener is not None:
+            self.migration_listener.parked_gone(ticket)
+        book.forget(request_id)
+        return result
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        # Its blocks go (or into quarantine, while they are pinned); the session sees it by the request's epoch.
+        self._unfreeze(request)
+        return super()._preempt_request(request, *args, **kwargs)
+
+    def _free_request_blocks(self, request: Any) -> None:
+        if request.request_id in self.book.pinned:
+            blocks = self.kv_cache_manager.pop_blocks_for_free(request)
+            if blocks:
+                self.book.quarantine.setdefault(request.request_id, []).extend(blocks)
+            return
+        super()._free_request_blocks(request)
+
+    # -- operations of the migration engine ----------------------------------------------------------------------------
+
+    def pin(self, request_id: str) -> None:
+        self.book.pinned.add(request_id)
+
+    def unpin(self, request_id: str) -> None:
+        """Nobody else touches the request's blocks any more: what was held back is freed."""
+        self.book.pinned.discard(request_id)
+        blocks = self.book.quarantine.pop(request_id, None)
+        if not blocks:
+            return
+        if self.defer_block_free:
+            self.deferred_frees.append((self.sched_step_seq, blocks))
+            self._drain_deferred_frees()
+        else:
+            self.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
+
+    def freeze(self, request_id: str) -> None:
+        request = self.requests.get(request_id)
+        if request is not None and not request.is_finished():
+            request.next_decode_eligible_step = NEVER
+            self.book.frozen.add(request_id)
+
+    def unfreeze(self, request_id: str) -> None:
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._unfreeze(request)
+
+    def _unfreeze(self, request: Any) -> None:
+        if request.request_id in self.book.frozen:
+            self.book.frozen.discard(request.request_id)
+            request.next_decode_eligible_step = 0
+
+    def snapshot(self, request_id: str, since: int) -> Snapshot | None:
+        """The request as it stands, with output tokens from index `since`; None when it is gone or finished."""
+        request = self.requests.get(request_id)
+        if request is None or request.is_finished():
+            return None
+        record = self.book.records.get(request_id)
+        return Snapshot(
+            request_id=request_id,
+            status=request.status.name,
+            drained=request.num_in_flight_tokens == 0
+            and request.num_output_placeholders == 0
+            and request.num_stale_output_tokens == 0,
+            valid_tokens=request.num_computed_tokens - request.num_in_flight_tokens,
+            prompt_tokens=request.num_prompt_tokens,
+            num_output_tokens=request.num_output_tokens,
+            output_tokens=list(request.output_token_ids[since:]),
+            block_ids=list(self.kv_cache_manager.get_block_ids(request_id)[0]),
+            epoch=request.num_preemptions,
+            logprobs=tuple(record.logprobs) if record is not None else (),
+            prefill=record.prefill if record is not None else None,
+        )
+
+
+class MigrationAsyncScheduler(MigrationScheduler, AsyncScheduler):  # type: ignore[misc,valid-type]
+    """The same over vLLM's scheduler for asynchronous stepping (GPU default)."""

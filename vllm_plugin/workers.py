@@ -1,0 +1,92 @@
+"""The engine core's connections to the data servers of its own workers."""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+from typing import Any
+
+from vllm_plugin.messages import AllowSession, Answer, Push, Pushed, RevokeSession, decode_data
+from vllm_plugin.wire import FrameSocket
+
+__all__ = ["Workers"]
+
+
+class Workers:
+    """`infos`: what `MigrationWorker.vllm_hi_start` returned, by rank.
+
+    Pushes and session control use separate connections, so that a push that hangs can be revoked.
+    """
+
+    def __init__(self, infos: list[dict[str, Any]], host: str, token: str) -> None:
+        self.infos = infos
+        self._host = host
+        self._token = token
+        self._numbers = count(1)
+        self._control = [_Connection(self, info["data_port"]) for info in infos]
+        self._pushes = [_Connection(self, info["data_port"]) for info in infos]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block over all layers and ranks."""
+        return sum(info["block_bytes"] for info in self.infos)
+
+    def allow(self, session: str) -> None:
+        for connection in self._control:
+            connection.ask(AllowSession(next(self._numbers), session))
+
+    def revoke(self, session: str) -> None:
+        """Returns when no worker sends or writes blocks of the session any more."""
+        for connection in self._control:
+            connection.ask(RevokeSession(next(self._numbers), session))
+
+    def push(
+        self,
+        session: str,
+        host: str,
+        ports: list[int],
+        source_blocks: list[int],
+        target_blocks: list[int],
+        generators: list[str],
+    ) -> tuple[int, dict[str, bytes]]:
+        """Sends blocks rank to rank and reads generator states; returns (bytes sent, state by request id).
+
+        Raises:
+            ConnectionError: a worker could not deliver; nothing is known about the blocks on the other side.
+        """
+        sent = 0
+        states: dict[str, bytes] = {}
+        for connection, port in zip(self._pushes, ports, strict=True):
+            message = Push(next(self._numbers), session, host, port, source_blocks, target_blocks, generators)
+            answer = connection.ask(message)
+            if not isinstance(answer, Pushed) or not answer.ok:
+                reason = answer.message if isinstance(answer, Pushed) else "unexpected answer of the worker"
+                raise ConnectionError(f"KV blocks could not be delivered: {reason}")
+            sent += answer.sent_bytes
+            states.update(answer.generators)
+        return sent, states
+
+    def dial(self, port: int) -> FrameSocket:
+        return FrameSocket.dial(self._host, port, self._token, "engine", "engine-core")
+
+
+class _Connection:
+    """One question at a time; dialled at first use and again after a failure."""
+
+    def __init__(self, workers: Workers, port: int) -> None:
+        self._workers = workers
+        self._port = port
+        self._lock = threading.Lock()
+        self._frames: FrameSocket | None = None
+
+    def ask(self, message: AllowSession | RevokeSession | Push) -> Answer | Pushed | Any:
+        with self._lock:
+            if self._frames is None:
+                self._frames = self._workers.dial(self._port)
+            try:
+                self._frames.send(message)
+                return decode_data(self._frames.receive_body())
+            except BaseException:
+                self._frames.close()
+                self._frames = None
+                raise
