@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "controlplane.settings.dev")
@@ -25,15 +25,16 @@ django_application = get_asgi_application()
 from django.conf import settings  # noqa: E402
 
 from controlplane.routing import websocket_urlpatterns  # noqa: E402
-from proxy.app import ProxyApp, ProxySettings, create_proxy  # noqa: E402
+from proxy.app import ProxyApp, create_proxy  # noqa: E402
+from proxy.settings import ProxySettings  # noqa: E402
 
 __all__ = ["application"]
 
 logger = logging.getLogger(__name__)
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 
 
 class Application:
@@ -44,7 +45,7 @@ class Application:
         self._proxy = proxy
         self._starting: asyncio.Task[None] | None = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return

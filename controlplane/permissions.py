@@ -7,7 +7,7 @@ import hmac
 from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
-from django.contrib.auth.models import AbstractBaseUser, AnonymousUser
+from django.contrib.auth.models import AnonymousUser
 from rest_framework import authentication, exceptions, permissions
 from rest_framework.request import Request
 
@@ -21,7 +21,7 @@ VIEWER_GROUP = "viewer"
 OPERATOR_GROUP = "operator"
 
 
-def may_operate(user: AbstractBaseUser | AnonymousUser | Any) -> bool:
+def may_operate(user: Any) -> bool:
     """True for superusers and members of the group "operator"."""
     if not getattr(user, "is_active", False):
         return False

@@ -110,7 +110,7 @@ def register(data: Registration) -> Instance:
             instance._state.adding or pid is None or instance.pid != pid or instance.status == InstanceStatus.DESTROYED
         )
         for name in ("served_model_name", "inference_params", "topology", "data_port"):
-            setattr(instance, name, data[name])  # type: ignore[literal-required]
+            setattr(instance, name, data[name])
         instance.control_port = data.get("control_port", 0)
         instance.protocol_version = protocol
         instance.plugin_version = data.get("plugin_version", "")

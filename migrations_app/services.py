@@ -11,7 +11,7 @@ from django.db import IntegrityError, transaction
 
 from instances.models import Instance
 from instances.selectors import find_instance
-from instances.services import InstanceRefused, refusal_to_migrate, reserve_for_migration
+from instances.services import InstanceRefused, refusal_to_migrate, reserve_for_migration, restore_after_migration
 from migrations_app.choices import EventKind, MigrationState, MigrationType
 from migrations_app.events import record
 from migrations_app.models import MigrationJob
@@ -159,16 +159,14 @@ def request_abort(job: MigrationJob, user: User = None) -> MigrationJob:
     with transaction.atomic():
         if live.update(abort_requested=True):
             record(job.id, EventKind.STEP, message=f"Abort requested by {user}" if user else "Abort requested")
-    if advance(
-        job.id,
-        MigrationState.PENDING,
-        MigrationState.ABORTED,
-        error_code="aborted",
-        error="Aborted before it started; nothing was moved.",
-    ):
-        from instances.services import restore_after_migration
-
-        restore_after_migration(job.source_id, job.target_id)
+        if advance(
+            job.id,
+            MigrationState.PENDING,
+            MigrationState.ABORTED,
+            error_code="aborted",
+            error="Aborted before it started; nothing was moved.",
+        ):
+            restore_after_migration(job.source_id, job.target_id)
     job.refresh_from_db()
     return job
 

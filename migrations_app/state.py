@@ -50,7 +50,7 @@ def advance(
     from_: MigrationState | Iterable[MigrationState],
     to: MigrationState,
     *,
-    owner: str | None = None,
+    held_by: str | None = None,
     message: str = "",
     data: dict[str, Any] | None = None,
     **fields: Any,
@@ -58,7 +58,7 @@ def advance(
     """Moves a job from `from_` (one state, or any of several) to `to` and sets `fields` in the same statement.
 
     Args:
-        owner: move only if the job belongs to this worker.
+        held_by: move only if the job belongs to this worker.
         message: sentence of the event; the state's label if empty.
 
     Returns:
@@ -76,8 +76,8 @@ def advance(
         fields.setdefault("lease_until", None)
     with transaction.atomic():
         jobs = MigrationJob.objects.filter(id=job_id, state__in=origins)
-        if owner is not None:
-            jobs = jobs.filter(owner=owner)
+        if held_by is not None:
+            jobs = jobs.filter(owner=held_by)
         if not jobs.update(state=to, **fields):
             return False
         record(job_id, EventKind.STATE, message=message or to.label, data={"state": to.value, **(data or {})})

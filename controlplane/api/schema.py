@@ -9,7 +9,7 @@ from drf_spectacular.extensions import OpenApiAuthenticationExtension
 __all__ = ["JoinTokenScheme"]
 
 
-class JoinTokenScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
+class JoinTokenScheme(OpenApiAuthenticationExtension):
     target_class = "controlplane.permissions.JoinTokenAuthentication"
     name = "joinToken"
 

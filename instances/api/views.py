@@ -86,7 +86,7 @@ class HeartbeatView(_FromInstance):
         """Answers `{success, known}`; with `known: false` the instance registers again."""
         serializer = HeartbeatSerializer(data=request.data)
         serializer.is_valid(raise_exception=True)
-        known = services.heartbeat(serializer.validated_data)  # type: ignore[arg-type]
+        known = services.heartbeat(serializer.validated_data)
         return Response({"success": True, "known": known})
 
 

@@ -25,7 +25,7 @@ __all__ = [
 class JobSerializer(serializers.ModelSerializer[MigrationJob]):
     """A job with its derived numbers; `bytes_total` and `gap_*` are null-free only once something moved."""
 
-    source = serializers.CharField(source="source_id", read_only=True)
+    source = serializers.CharField(source="source_id", read_only=True)  # type: ignore[assignment]
     target = serializers.CharField(source="target_id", read_only=True)
     new_active_instance = serializers.CharField(source="new_active_instance_id", read_only=True, allow_null=True)
     created_by = serializers.SerializerMethodField()
@@ -91,7 +91,7 @@ class RequestSerializer(serializers.ModelSerializer[MigrationRequest]):
 
 
 class MigrationPairSerializer(serializers.Serializer[Any]):
-    source = serializers.CharField(max_length=64)
+    source = serializers.CharField(max_length=64)  # type: ignore[assignment]
     target = serializers.CharField(max_length=64)
 
 

@@ -159,7 +159,7 @@ class SeedMigrateView(APIView):
         return Response(selectors.seed_status(job))
 
     def _refused(self, status_code: int, code: str, message: str, param: str | None) -> Response:
-        body = {
+        body: dict[str, Any] = {
             "migration_id": None,
             "status": "failed",
             "new_active_instance": None,
