@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 from controlplane.preparation import check_start, report
-from controlplane.processes import ManagedProcess, ProcessFailed
+from controlplane.processes import ManagedProcess, ProcessFailed, adopt_orphans
 from controlplane.serving import InstanceOptions
 from controlplane.supervisor import ROOT, Stack, StackOptions, write_private
 
@@ -48,6 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 async def _until_signal(run: Callable[[Stack], Coroutine[None, None, int]], port: int) -> int:
     """Runs `run` until it returns or a signal comes; whatever happens, nothing that was started stays."""
+    adopt_orphans()
     stack = Stack(_options(port, with_instances=run is _demo))
     working = asyncio.ensure_future(run(stack))
     signals = 0

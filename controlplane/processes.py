@@ -17,9 +17,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["ManagedProcess", "ProcessFailed", "choose_port", "stop_all"]
+__all__ = ["ManagedProcess", "ProcessFailed", "adopt_orphans", "choose_port", "stop_all"]
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -111,9 +112,17 @@ class ManagedProcess:
         """Kills what is left of its session at once, it included."""
         if self.pid is None:
             return
-        for pid in _session_members(self.pid):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        # Twice: one may have been forking while we looked.
+        for _ in range(2):
+            for pid in _session_members(self.pid):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def relatives(self) -> list[int]:
+        """Processes of its session beside itself that still exist; clears away those that have ended and are ours."""
+        if self.pid is None:
+            return []
+        return [pid for pid in _session_members(self.pid) if pid != self.pid and not _reaped(pid)]
 
 
 async def stop_all(processes: Iterable[ManagedProcess], grace_s: float) -> None:
@@ -129,6 +138,17 @@ async def stop_all(processes: Iterable[ManagedProcess], grace_s: float) -> None:
         for process in started:
             process.kill_family()
     await asyncio.gather(*waiting)
+    # Killed is not gone: memory and ports are free only when the kernel is done with them.
+    for _ in range(100):
+        if not any(process.relatives() for process in started):
+            return
+        await asyncio.sleep(0.02)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of descendants whose own parent has ended, so that it can clear them away."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def choose_port(preferred: int, taken: set[int], host: str = "127.0.0.1") -> int:
@@ -162,6 +182,14 @@ def _end_with(parent: int) -> Callable[[], None]:
                 os._exit(1)
 
     return prepare
+
+
+def _reaped(pid: int) -> bool:
+    """Clears away an ended grandchild that we have adopted; asyncio does so for our own children."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return False
 
 
 def _session_members(leader: int) -> list[int]:
