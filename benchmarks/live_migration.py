@@ -164,8 +164,7 @@ def summary(run: MigrationRun) -> dict[str, Any]:
         "lost_tokens": sum(verdict.lost for verdict in cut),
         "duplicated_tokens": sum(verdict.duplicated for verdict in cut),
         "rounds": len(run.migration.rounds),
-        "bytes": sum(row["bytes"] for row in run.migration.rounds)
-        + sum(row.get("tail_bytes") or 0 for row in run.migration.requests),
+        "bytes": run.migration.job["bytes_total"],
         "gap_ms_p50": _rounded(percentile(gaps, 0.5)),
         "gap_ms_p99": _rounded(percentile(gaps, 0.99)),
         "gap_in_itl_p99": _rounded(percentile(relative, 0.99)),

@@ -122,7 +122,7 @@ def test_the_summary_counts_only_what_was_cut() -> None:
         Verdict("b", differences=["text differs"], lost=2, cut_at=30, counted=True, gap_ms=90.0, itl_ms=30.0),
         Verdict("c", differences=["text differs"], lost=7),
     ]
-    migration = Migration({"state": "done"}, [{"bytes": 100}, {"bytes": 20}], [_row(30), _row(30, "stayed")])
+    migration = Migration({"state": "done", "bytes_total": 140}, [{}, {}], [_row(30), _row(30, "stayed")])
     assert summary(MigrationRun([], [], found, migration)) == {
         "streams": 2,
         "moved": 1,
