@@ -66,7 +66,7 @@ class Cut:
 
     Attributes:
         done: the client has the final `[DONE]`.
-        advances: how many events brought the client something new on a channel.
+        advances: grows whenever the client gets something new on a channel.
     """
 
     def __init__(self, wants_token_ids: bool, choices: int = 1) -> None:
@@ -170,7 +170,6 @@ class Cut:
         if choice.get("finish_reason") is not None and index not in self._finished:
             self._finished.add(index)
             news = True
-        self.advances += news
         return news
 
     def _trim_delta(self, cursor: Cursor, index: int, delta: Json) -> bool:
@@ -239,6 +238,7 @@ class Cut:
         have = self._have.get(key, 0)
         if end > have:
             self._have[key] = end
+            self.advances += 1
         return min(max(have - start, 0), count)
 
     # -- the event around the choices ----------------------------------------------------------------------------------

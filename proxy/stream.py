@@ -304,7 +304,7 @@ class LiveStream:
         leg = self._leg
         assert leg is not None
         if leg.head is None:
-            return leg.ended is not None and self._replace_lost(leg)
+            return leg.ended is not None and await self._replace_lost(leg)
         if self._request.streamed and leg.head.is_events:
             return await self._forward_events(leg, leg.head)
         return await self._forward_whole(leg, leg.head)
@@ -314,15 +314,18 @@ class LiveStream:
         """Whether B may own the stream already, so that trouble on leg one does not end it."""
         return self._second is not None and self._second.frozen
 
-    def _replace_lost(self, leg: Leg) -> bool:
+    async def _replace_lost(self, leg: Leg) -> bool:
         """The instance went away before it answered: somebody else takes the request, if there is anybody."""
         if self._may_move:
             return False
         if self._second is not None:
             self._drop_second("leg_one_lost")
-        if self._moved or self._started:
-            raise upstream_lost()
         log.warning("no answer from %s: %s", leg.url, leg.error)
+        if self._started:
+            await self._finish(error_event(upstream_lost()))
+            return True
+        if self._moved:
+            raise upstream_lost()
         try:
             self._open_first(self._tried)
         except ApiError as error:
@@ -367,8 +370,9 @@ class LiveStream:
             ready += passed.failed
         if ready:
             await self._write(ready)
-        if cut.advances > advances:
+        if cut.advances > advances or cut.finished:
             self._report_first_token(cursor)
+        if cut.advances > advances:
             self._pace.event(cut.tokens - tokens)
 
     def _report_first_token(self, cursor: Cursor) -> None:

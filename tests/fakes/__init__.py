@@ -1,0 +1,1 @@
+"""Stand-ins for the parts at the other end of a connection."""
