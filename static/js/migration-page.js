@@ -133,6 +133,7 @@ function showNumbers() {
 
 let state = page.dataset.state;
 let startedAt = null;
+let abortShown = false;
 
 function showJob(job) {
   tile("moved", job.moved_requests);
@@ -145,12 +146,13 @@ function showJob(job) {
     const word = words.states[state];
     page.querySelector("[data-part=state]").replaceChildren(badge(word.label, word.tone));
     if (!word.terminal) showStep();
-    if (state === "attaching") swapFromServer(["preflight"]);
+    if (state === "attaching") swapFromServer(["preflight"]).catch(() => {});
   }
-  if (job.abort_requested) {
+  if (job.abort_requested && !abortShown) {
+    abortShown = true;
     const button = document.querySelector("#abort-form button");
-    if (button && !button.disabled) swapFromServer(["result"]);
     if (button) button.disabled = true;
+    swapFromServer(["result"]).catch(() => (abortShown = false));
   }
   showFlow();
   if (words.states[state].terminal) finish();

@@ -23,7 +23,7 @@ from controlplane.routing import websocket_urlpatterns  # noqa: E402
 MODEL = "smollm2"
 TOKEN_S = 0.03
 #: The token at which the stand-in says that the stream moved to the other instance, and the pause of that moment.
-MOVES_AT = 25
+MOVES_AT = 60
 MOVE_GAP_S = 0.15
 WORDS = ("the", "keeper", "wrote", "down", "what", "the", "sea", "had", "said")
 

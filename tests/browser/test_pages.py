@@ -229,7 +229,7 @@ def test_a_failed_migration_says_why_and_where_the_requests_are(operator: Page) 
 
 def test_the_playground_streams_and_marks_the_move(operator: Page, complaints: list[str]) -> None:
     operator.goto("/playground/")
-    operator.get_by_label("Max tokens").fill("90")
+    operator.get_by_label("Max tokens").fill("110")
     operator.get_by_role("button", name="Start 4 streams").click()
     cards = operator.locator(".stream")
     expect(cards).to_have_count(4)
@@ -237,7 +237,7 @@ def test_the_playground_streams_and_marks_the_move(operator: Page, complaints: l
     expect(first.locator("[data-part=text]")).to_contain_text("the keeper wrote")
     expect(first.locator("[data-part=moves]")).to_contain_text("a-one → b-two")
     expect(first.locator("[data-part=state]")).to_have_text("finished (length)")
-    expect(first.locator("[data-part=tokens]")).to_have_text("90")
+    expect(first.locator("[data-part=tokens]")).to_have_text("110")
     assert complaints == []
 
 
