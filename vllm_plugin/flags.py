@@ -140,6 +140,8 @@ def _refuse_conflicts(args: argparse.Namespace) -> None:
         "--grpc": args.grpc,
         "--uds": args.uds,
         "--ssl-certfile": args.ssl_certfile,
+        # It refuses every VLLM_ variable that is not vLLM's own, and the join token comes in one.
+        "--fail-on-environ-validation": args.fail_on_environ_validation,
         "--api-server-count above 1": (args.api_server_count or 1) > 1,
         "--data-parallel-size above 1": args.data_parallel_size > 1,
         "VLLM_USE_RUST_FRONTEND": os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),

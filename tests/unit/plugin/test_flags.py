@@ -5,7 +5,6 @@ import functools
 import importlib.metadata
 import logging
 import os
-import pickle
 import sys
 
 import pytest
@@ -114,6 +113,7 @@ def test_from_a_config_file(tmp_path):
         (["--vllm-hi-type", "A", *HOST, "--api-server-count", "2"], "--api-server-count above 1 cannot be combined"),
         (["--vllm-hi-type", "A", *HOST, "--data-parallel-size", "2"], "--data-parallel-size above 1 cannot be"),
         (["--vllm-hi-type", "A", *HOST, "--uds", "vllm.sock"], "--uds cannot be combined"),
+        (["--vllm-hi-type", "A", *HOST, "--fail-on-environ-validation"], "--fail-on-environ-validation cannot be"),
         (["--vllm-hi-type", "A"], "VLLM_HI_HOST (--vllm-hi-host) is not set"),
         (["--vllm-hi-type", "A", "--vllm-hi-host", "8002"], "VLLM_HI_HOST (--vllm-hi-host) is '8002'"),
         (["--vllm-hi-type", "A", *HOST, "--vllm-hi-data-port", "70000"], "VLLM_HI_DATA_PORT is '70000'"),
@@ -201,14 +201,13 @@ def test_registering_again_adds_nothing(environment: pytest.MonkeyPatch, install
     assert installed == ["installed"]
 
 
-def test_the_platform_hook_still_calls_the_original_and_can_be_pickled(environment: pytest.MonkeyPatch):
+def test_the_platform_hook_still_calls_the_original(environment: pytest.MonkeyPatch):
     seen: list[object] = []
     flags._update_parser(seen.append, None)
     parser = argparse.ArgumentParser()
     flags._update_parser(seen.append, parser)
     assert seen == [None, parser]
     assert not any("--vllm-hi-type" in action.option_strings for action in parser._actions)
-    pickle.loads(pickle.dumps(current_platform.pre_register_and_update))
 
 
 def test_launch_has_no_flags(environment: pytest.MonkeyPatch):
