@@ -63,9 +63,10 @@ class SchedulerListener(Protocol):
 
 @dataclass
 class MoveBook:
-    """records: proxied requests by id. frozen: ids that A does not schedule. pinned: ids whose blocks somebody else reads (A)
-    or writes (B) at this moment: freed only when unpinned. quarantine: their blocks, once the request itself is gone.
-    parked: requests on B by ticket. watched: requests committed on B that have not produced yet."""
+    """records: proxied requests by id. frozen: ids that A does not schedule. pinned: ids whose blocks somebody
+    else reads (A) or writes (B) at this moment: freed only when unpinned. quarantine: their blocks, once the
+    request itself is gone. parked: requests on B by ticket. watched: requests committed on B that have not
+    produced yet."""
 
     records: dict[str, StreamRecord] = field(default_factory=dict)
     streams: dict[str, int] = field(default_factory=dict)

@@ -1,8 +1,9 @@
 """The only door to vLLM internals.
 
-Every name the plugin takes from vLLM is listed in `_NAMES` and resolved on first use; everything else it relies on (methods it
-overrides, attributes it reads, arguments it passes) has a named probe in `_PROBES`. A missing probe never breaks serving: the
-plugin then leaves the engine alone and the migration endpoints answer 501 with the probe's name.
+Every name the plugin takes from vLLM is listed in `_NAMES` and resolved on first use; everything else it relies on
+(methods it overrides, attributes it reads, arguments it passes) has a named probe in `_PROBES`. A missing probe
+never breaks serving: the plugin then leaves the engine alone and the migration endpoints answer 501 with the
+probe's name.
 
 Written against vLLM 0.32 (v1 engine). Paths in comments are relative to the installed `vllm` package.
 """
@@ -12,9 +13,28 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __all__ = ["install_engine_utility", "missing_probes", "probes", "vllm_version"]
+
+if TYPE_CHECKING:
+    # Resolved by `__getattr__` below; vLLM's own types differ between its versions.
+    AsyncScheduler: Any
+    CachedRequestState: Any
+    EngineCore: Any
+    EngineCoreEventType: Any
+    EngineCoreOutput: Any
+    EngineCoreOutputs: Any
+    EngineCoreProc: Any
+    EngineCoreRequestType: Any
+    FullAttentionSpec: Any
+    KVCacheManager: Any
+    LogprobsLists: Any
+    PrefillStats: Any
+    Request: Any
+    RequestStatus: Any
+    Scheduler: Any
+    init_logger: Any
 
 #: Our name -> where vLLM keeps it.
 _NAMES = {
@@ -36,7 +56,8 @@ _NAMES = {
     "init_logger": "vllm.logger:init_logger",
 }
 
-#: The method by which the API server reaches the plugin's half in the engine core (v1/engine/core.py looks utilities up by name).
+#: The method by which the API server reaches the plugin's half in the engine core (v1/engine/core.py looks
+#: utilities up by name).
 ENGINE_UTILITY = "vllm_hi"
 ENGINE_PUMP = "vllm_hi_pump"
 

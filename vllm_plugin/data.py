@@ -1,8 +1,9 @@
 """The data server of one worker: sends KV blocks to another worker's data server and receives them.
 
-Blocks go from KV tensor to socket to KV tensor without a copy of our own on CPUs; on other devices they pass through host
-memory. Every connection is authenticated; blocks are accepted only for sessions that this worker's own engine core has
-allowed. One data connection per session, never shared by two jobs (interleaved frames would corrupt both).
+Blocks go from KV tensor to socket to KV tensor without a copy of our own on CPUs; on other devices they pass
+through host memory. Every connection is authenticated; blocks are accepted only for sessions that this worker's
+own engine core has allowed. One data connection per session, never shared by two jobs (interleaved frames would
+corrupt both).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ __all__ = ["DataServer", "KVCache"]
 
 logger = logging.getLogger("vllm.vllm_hi.data")
 
-#: Bytes sent between two looks at the pace, and the default pace. A copier that never rests slows the decoding next to it.
+#: Bytes sent between two looks at the pace, and the default pace. A copier that never rests slows the decoding
+#: next to it.
 PACE_CHUNK = 4 * 1024 * 1024
 DEFAULT_BYTES_PER_S = 1.5e9
 #: Buffers per sendmsg call; Linux allows 1024 (IOV_MAX).
@@ -44,8 +46,8 @@ TRANSFER_TIMEOUT_S = 10.0
 class KVCache:
     """Byte views of this worker's KV cache, by layer name.
 
-    Each tensor has the logical shape [blocks, kv_heads, block_size, 2 * head_size] (vLLM RFC #42082) and one block of it is
-    contiguous. `block_bytes` counts one block over all layers.
+    Each tensor has the logical shape [blocks, kv_heads, block_size, 2 * head_size] (vLLM RFC #42082) and one block
+    of it is contiguous. `block_bytes` counts one block over all layers.
     """
 
     def __init__(self, layers: Mapping[str, torch.Tensor]) -> None:
@@ -56,9 +58,10 @@ class KVCache:
             if not tensor[0].is_contiguous():
                 raise ValueError(f"KV blocks of layer {name} are not contiguous (strides {tensor.stride()})")
         self._bytes_per_layer = [tensor[0].numel() * tensor.element_size() for tensor in self._tensors]
-        self.block_bytes = sum(self._bytes_per_layer)
+        self.block_bytes: int = sum(self._bytes_per_layer)
         self.num_blocks = min((tensor.shape[0] for tensor in self._tensors), default=0)
-        # Flat uint8 arrays over the tensors' own memory: slicing one gives a buffer that sockets read and write directly.
+        # Flat uint8 arrays over the tensors' own memory: slicing one gives a buffer that sockets read and write
+        # directly.
         self._flat = [_flat_bytes(tensor) for tensor in self._tensors] if self.on_host else []
 
     def shape(self) -> list[int]:

@@ -1,7 +1,8 @@
 """The migration engine: the plugin's half in the engine core process.
 
-It owns the control listener (proxies and peers dial in), the sessions, and the way from other threads onto the engine thread.
-The API server reaches it through the utility `vllm_hi(op, payload)`, which answers `{"ok": …}` or `{"error": …}`.
+It owns the control listener (proxies and peers dial in), the sessions, and the way from other threads onto the
+engine thread. The API server reaches it through the utility `vllm_hi(op, payload)`, which answers `{"ok": …}` or
+`{"error": …}`.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def utility(self: Any, op: str, payload: dict[str, Any] | None = None) -> Any:
 
 
 def pump(self: Any) -> Future[None]:
-    """Becomes `EngineCore.vllm_hi_pump`: runs one queued call on the engine thread. The future is never resolved, so vLLM
-    sends no utility output to anybody."""
+    """Becomes `EngineCore.vllm_hi_pump`: runs one queued call on the engine thread. The future is never resolved,
+    so vLLM sends no utility output to anybody."""
     engine: MigrationEngine = getattr(self, _ATTRIBUTE)
     engine.run_next_call()
     return Future()
@@ -119,7 +120,8 @@ class MigrationEngine:
     # -- the engine thread ---------------------------------------------------------------------------------------------
 
     def on_engine(self, call: Callable[[], Result]) -> Result:
-        """Runs `call` on the engine thread, between two steps, and returns its result. Not to be used on that thread."""
+        """Runs `call` on the engine thread, between two steps, and returns its result. Not to be used on that
+        thread."""
         future: Future[Result] = Future()
         self._calls.put((call, future))
         self.core.input_queue.put_nowait((EngineCoreRequestType.UTILITY, (0, 0, ENGINE_PUMP, ())))
@@ -254,7 +256,8 @@ class MigrationEngine:
     # -- attempts ------------------------------------------------------------------------------------------------------
 
     def check_attempt(self, job: str, attempt: int) -> None:
-        """Raises: MigrationError 409 `stale_attempt` for an attempt lower than one seen (a worker that woke up late)."""
+        """Raises: MigrationError 409 `stale_attempt` for an attempt lower than one seen (a worker that woke up
+        late)."""
         seen = self.attempts.get(job, 0)
         if attempt < seen:
             raise MigrationError(409, "stale_attempt", f"Attempt {seen} of this migration has been seen.", "attempt")

@@ -8,7 +8,8 @@ __all__ = ["MigrationError"]
 
 
 class MigrationError(Exception):
-    """`status`: HTTP status; `code`: for machines; `message`: one sentence with the remedy; `param`: the field to blame."""
+    """`status`: HTTP status; `code`: for machines; `message`: one sentence with the remedy; `param`: the field to
+    blame."""
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -35,8 +35,8 @@ def unsupported(core: Any) -> list[str]:
 
 
 def factors(core: Any, workers: list[dict[str, Any]]) -> dict[str, str]:
-    """Compatibility factors by name. Two instances can exchange requests exactly only where these are equal; which of them
-    are errors and which are warnings is the panel's decision."""
+    """Compatibility factors by name. Two instances can exchange requests exactly only where these are equal; which
+    of them are errors and which are warnings is the panel's decision."""
     config = core.vllm_config
     model, cache, worker = config.model_config, config.cache_config, workers[0]
     return {

@@ -1,20 +1,21 @@
 """The handover of one wave of requests: the only part of a migration that a client can feel.
 
-On the critical path, between the last token of A and the first of B: one look by A's engine (freeze), the tail blocks, one
-message to B's engine (commit), B's next step. Everything else happens before or after.
+On the critical path, between the last token of A and the first of B: one look by A's engine (freeze), the tail
+blocks, one message to B's engine (commit), B's next step. Everything else happens before or after.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING
 
 from vllm_plugin.book import merge_logprobs
-from vllm_plugin.compat import RequestStatus
 from vllm_plugin.messages import Commit, CommitItem, Prepare, Refusals
 from vllm_plugin.move import DEADLINES_S, Move
+from vllm_plugin.rounds import copy_full_blocks, freeze, unpin
 from vllm_plugin.scheduler import Snapshot
 from vllm_plugin.wire import Freezing, Resolve
 
@@ -32,7 +33,7 @@ RESOLVE_ANSWER_S = 3.0
 
 def hand_over(session: SourceSession, moves: list[Move]) -> None:
     """Moves attached requests to B. Afterwards every move has ended: moved, stayed or finished."""
-    moves = session.copy_full_blocks(moves)
+    moves, _ = copy_full_blocks(session, moves)
     moves = _prepare(session, moves)
     for move in moves:
         link = session.engine.proxies.get(move.proxy)
@@ -42,7 +43,7 @@ def hand_over(session: SourceSession, moves: list[Move]) -> None:
     if not moves:
         return
     asked = time.monotonic()
-    snapshots = session.freeze(moves)
+    snapshots = freeze(session, moves)
     frozen = time.monotonic()
     moves = [move for move in moves if move.request_id in snapshots and not move.ended]
     try:
@@ -53,7 +54,7 @@ def hand_over(session: SourceSession, moves: list[Move]) -> None:
             move.stages["tail"] = (tails - frozen) * 1e3
         _commit(session, moves, items)
     finally:
-        session.unpin(snapshots)
+        unpin(session, snapshots)
     for move in moves:
         move.done.wait(DEADLINES_S["committed"] + 1.0)
 
@@ -64,7 +65,7 @@ def _prepare(session: SourceSession, moves: list[Move]) -> list[Move]:
         return []
     tickets = [move.ticket for move in moves]
     try:
-        answer: Refusals = session.ask(lambda call: Prepare(call, tickets))
+        answer: Refusals = session.target.ask(lambda call: Prepare(call, tickets))
     except ConnectionError as error:
         for move in moves:
             session.roll_back(move, "target_lost", f"The target was lost before the handover: {error}.")
@@ -80,7 +81,8 @@ def _apply_refusals(session: SourceSession, moves: list[Move], answer: Refusals)
 
 
 def _send_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, Snapshot]) -> list[CommitItem]:
-    """Sends the blocks B lacks (the partial one above all) and reads the random states; builds what B needs to go on."""
+    """Sends the blocks B lacks (the partial one above all) and reads the random states; builds what B needs to go
+    on."""
     block_size, faults = session.engine.scheduler.block_size, session.engine.faults
     source: list[int] = []
     target: list[int] = []
@@ -99,7 +101,7 @@ def _send_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, 
         move.tail_bytes = (needed - move.sent_blocks) * session.engine.workers.block_bytes
     going = [move for move in moves if not move.ended]
     try:
-        _, states = session.push(source, target, [move.request_id for move in going])
+        states = session.target.push(source, target, [move.request_id for move in going])
     except ConnectionError as error:
         for move in going:
             session.roll_back(move, "target_lost", f"The last blocks could not be delivered: {error}.")
@@ -130,7 +132,7 @@ def _commit(session: SourceSession, moves: list[Move], items: list[CommitItem]) 
         return
     started = time.monotonic()
     try:
-        answer: Refusals = session.ask(lambda call: Commit(call, offered), COMMIT_ANSWER_S)
+        answer: Refusals = session.target.ask(lambda call: Commit(call, offered), COMMIT_ANSWER_S)
     except ConnectionError as error:
         logger.warning("migration %s: the answer to a commit was lost: %s", session.job, error)
         _resolve(session, sent)
@@ -140,7 +142,7 @@ def _commit(session: SourceSession, moves: list[Move], items: list[CommitItem]) 
     for move in sent:
         if move.ticket not in refused:
             move.stages["commit"] = (answered - started) * 1e3
-            move.stages["committed_at"] = answered
+            move.committed_at = answered
             move.advance("committed")
     # An explicit refusal is certain: B does not have the request, A goes on at once.
     _apply_refusals(session, sent, answer)
@@ -171,12 +173,9 @@ def _resolve(session: SourceSession, moves: list[Move]) -> None:
             continue
         if answer.outcome == "discarded":
             session.roll_back(move, "target_lost", "The target was lost between the freeze and the commit.")
-        elif move.advance("moved"):
-            request_id = move.request_id
-            session.engine.on_engine(
-                lambda request_id=request_id: session.engine.end_requests([request_id], RequestStatus.FINISHED_ABORTED)
-            )
+        else:
+            session.moved(move)
 
 
-def _resolve_message(move: Move):  # type: ignore[no-untyped-def]
+def _resolve_message(move: Move) -> Callable[[int], Resolve]:
     return lambda call: Resolve(call, move.stream_id, move.ticket)

@@ -22,8 +22,8 @@ logger = logging.getLogger("vllm.vllm_hi.link")
 class Link:
     """One authenticated connection.
 
-    `on_message(link, message)` gets everything that is not the answer to a call of ours, on the reader thread, in order.
-    `on_close(link)` is called once, on the reader thread. Calls that are open by then fail with ConnectionError.
+    `on_message(link, message)` gets everything that is not the answer to a call of ours, on the reader thread, in
+    order. `on_close(link)` is called once, on the reader thread. Calls that are open by then fail with ConnectionError.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Link:
                 message = self._decode(self._frames.receive_body())
                 if isinstance(message, self._answers):
                     with self._lock:
-                        future = self._open_calls.pop(message.call, None)
+                        future = self._open_calls.pop(message.call, None)  # type: ignore[attr-defined]
                     if future is not None:
                         future.set_result(message)
                 else:

@@ -92,8 +92,8 @@ class Answer(msgspec.Struct, tag="answer"):
 
 
 class GrowItem(msgspec.Struct):
-    """`output_tokens`: those that B has not been told yet. `full_tokens`: tokens in blocks that A will never write again.
-    `capacity_tokens`: for how many tokens B must hold blocks."""
+    """`output_tokens`: those that B has not been told yet. `full_tokens`: tokens in blocks that A will never write
+    again. `capacity_tokens`: for how many tokens B must hold blocks."""
 
     ticket: str
     output_tokens: list[int]
@@ -180,7 +180,8 @@ class CloseSession(msgspec.Struct, tag="close_session"):
 
 
 class Parked(msgspec.Struct, tag="parked"):
-    """The request has arrived and waits (`ok`), was refused, or is gone (client left, lease over): then `code` says why."""
+    """The request has arrived and waits (`ok`), was refused, or is gone (client left, lease over): then `code`
+    says why."""
 
     ticket: str
     ok: bool

@@ -25,14 +25,15 @@ TRANSITIONS: dict[MoveState, frozenset[MoveState]] = {
     "finished": frozenset(),
 }
 
-#: A state that lasts longer is undone by A itself. After the tail was sent the proxy decides; the last resort is much longer.
+#: A state that lasts longer is undone by A itself. After the tail was sent the proxy decides; the last resort is
+#: much longer.
 DEADLINES_S: dict[MoveState, float] = {"frozen": 1.0, "sent": 10.0, "committed": 10.0}
 
 
 @dataclass
 class Move:
-    """`window`: B's block ids for this request. `sent_blocks`: leading blocks that B has (hit or sent). `told_tokens`: output
-    tokens that B has been told. `epoch`: see `Snapshot`."""
+    """`window`: B's block ids for this request. `sent_blocks`: leading blocks that B has (hit or sent).
+    `told_tokens`: output tokens that B has been told. `epoch`: see `Snapshot`."""
 
     request_id: str
     stream: str
@@ -53,6 +54,7 @@ class Move:
     gap_ms: float | None = None
     itl_ms: float | None = None
     streamed: bool = False
+    committed_at: float | None = None
     stages: dict[str, float] = field(default_factory=dict)
     parked: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)

@@ -29,7 +29,8 @@ Payload = dict[str, Any]
 
 
 def answer(engine: MigrationEngine, op: str, payload: Payload) -> Any:
-    """Returns `{"ok": …}`, `{"error": …}`, or a future of one of them. Never raises: an exception would reach vLLM's log only."""
+    """Returns `{"ok": …}`, `{"error": …}`, or a future of one of them. Never raises: an exception would reach
+    vLLM's log only."""
     if op not in _QUICK and op not in _SESSION:
         return MigrationError(404, "unknown_operation", f"There is no operation {op!r}.").as_dict()
     if engine.unsupported and op not in ("status", "requests"):
@@ -176,14 +177,14 @@ def _start(engine: MigrationEngine, payload: Payload) -> Payload:
     present = engine.source
     if present is not None:
         if present.job == job and present.attempt == attempt:
-            return {"session": present.id}
+            return {"session": present.target.session}
         if present.job != job:
             raise MigrationError(409, "session_busy", f"The instance takes part in migration {present.job}.")
         present.close("superseded", "A newer attempt took over.")
     if engine.target is not None:
         raise MigrationError(409, "session_busy", f"The instance is the target of migration {engine.target.job}.")
     engine.source = SourceSession(engine, job, attempt, payload["peer"], float(payload["lease_s"]))
-    return {"session": engine.source.id}
+    return {"session": engine.source.target.session}
 
 
 def _attach(engine: MigrationEngine, payload: Payload) -> Payload:
@@ -195,7 +196,7 @@ def _round(engine: MigrationEngine, payload: Payload) -> Payload:
 
 
 def _handover(engine: MigrationEngine, payload: Payload) -> Payload:
-    return _source(engine, payload).handover(payload.get("request_ids"), int(payload.get("wave") or 4))
+    return _source(engine, payload).handover(payload.get("request_ids"), max(1, int(payload.get("wave") or 4)))
 
 
 def _finish(engine: MigrationEngine, payload: Payload) -> Payload:

@@ -1,7 +1,9 @@
-"""B's side of one request, on the engine thread: parked, given blocks round by round, committed as if it had been preempted here.
+"""B's side of one request, on the engine thread: parked, given blocks round by round, committed as if it had been
+preempted here.
 
-Resuming a preempted request is a first-class path of vLLM's scheduler (v1/core/sched/scheduler.py, `scheduled_resumed_reqs`), so
-a committed request needs nothing special afterwards: it owns its blocks and continues with the next token.
+Resuming a preempted request is a first-class path of vLLM's scheduler (v1/core/sched/scheduler.py,
+`scheduled_resumed_reqs`), so a committed request needs nothing special afterwards: it owns its blocks and
+continues with the next token.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from vllm_plugin.compat import (
     PrefillStats,
     RequestStatus,
 )
-from vllm_plugin.messages import CommitItem, GrownItem, GrowItem, Refusal
+from vllm_plugin.messages import CommitItem, GrowItem, GrownItem, Refusal
 from vllm_plugin.scheduler import MigrationScheduler
 
 __all__ = ["COMMIT_DEADLINE_S", "commit", "grow", "prepare"]
@@ -144,8 +146,8 @@ def _resume(core: Any, parked: ParkedRequest, item: CommitItem) -> None:
     scheduler.unpin(request.request_id)
     book.watched[request.request_id] = (parked.ticket, stream, request.num_output_tokens)
     scheduler._enqueue_waiting_request(request)
-    # One output with everything generated so far: B's front end detokenizes, matches stop strings and counts as if it had
-    # been there from the start.
+    # One output with everything generated so far: B's front end detokenizes, matches stop strings and counts as if
+    # it had been there from the start.
     replay = EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=list(request.output_token_ids),

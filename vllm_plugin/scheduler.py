@@ -1,7 +1,8 @@
-"""Scheduler class (`--scheduler-cls`) that can freeze one request, park an arriving one and hold blocks that are being copied.
+"""Scheduler class (`--scheduler-cls`) that can freeze one request, park an arriving one and hold blocks that are
+being copied.
 
-It adds to vLLM's scheduler and changes nothing for requests that do not carry the proxy's tag. All of it runs on the engine
-thread, between steps.
+It adds to vLLM's scheduler and changes nothing for requests that do not carry the proxy's tag. All of it runs on
+the engine thread, between steps.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ __all__ = ["STREAM_ARGUMENT", "TICKET_ARGUMENT", "MigrationAsyncScheduler", "Mig
 STREAM_ARGUMENT = "vllm_hi_stream"
 TICKET_ARGUMENT = "vllm_hi_ticket"
 
-#: A step number that the scheduler never reaches: a request with it is skipped (v1/core/sched/scheduler.py, `schedule`).
+#: A step number that the scheduler never reaches: a request with it is skipped (v1/core/sched/scheduler.py,
+#: `schedule`).
 NEVER = 1 << 60
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One request between two steps. `valid_tokens`: tokens whose KV is written for certain; `output_tokens`: those from the
-    asked index on; `epoch` changes when the request loses its blocks; `logprobs`, `prefill`: see `StreamRecord`."""
+    """One request between two steps. `valid_tokens`: tokens whose KV is written for certain; `output_tokens`:
+    those from the asked index on; `epoch` changes when the request loses its blocks; `logprobs`, `prefill`: see
+    `StreamRecord`."""
 
     request_id: str
     status: str

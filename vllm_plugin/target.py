@@ -1,6 +1,7 @@
 """B's side of a migration session: serves the peer connection of one source, and undoes everything when that ends.
 
-What A may still be writing into stays pinned until A says that it has stopped (`Release`) or B's workers have revoked the session.
+What A may still be writing into stays pinned until A says that it has stopped (`Release`) or B's workers have
+revoked the session.
 """
 
 from __future__ import annotations
@@ -216,7 +217,8 @@ def _arrival_refusal(expectation: Expectation | None, request: Any, record: Any)
 
 
 def open_session(engine: MigrationEngine, link: Link, message: OpenSession) -> TargetSession | None:
-    """Opens a session for a peer, or answers why not. At most one source at a time; a higher attempt of the same job wins."""
+    """Opens a session for a peer, or answers why not. At most one source at a time; a higher attempt of the same
+    job wins."""
     present = engine.target
     if present is not None:
         if present.job != message.job:

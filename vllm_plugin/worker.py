@@ -1,6 +1,7 @@
 """Worker extension (`--worker-extension-cls`): opens the data server and installs the worker's half of a moved request.
 
-Its methods run in every worker process, called by `collective_rpc` from the engine core: small calls only, KV never passes here.
+Its methods run in every worker process, called by `collective_rpc` from the engine core: small calls only, KV
+never passes here.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class MigrationWorker:
     rank: int
 
     def vllm_hi_start(self, token: str, host: str, first_port: int, cpus: list[int]) -> dict[str, Any]:
-        """Starts the data server (port `first_port` + rank, or a free one for 0) and describes this worker's KV cache."""
+        """Starts the data server (port `first_port` + rank, or a free one for 0) and describes this worker's KV
+        cache."""
         cache = KVCache(_kv_layers(self.model_runner))
         server = DataServer(
             cache,
@@ -46,13 +48,12 @@ class MigrationWorker:
             "cpu_isa": _cpu_isa(self.model_runner),
             "weights": _weights_fingerprint(self.model_runner),
             "runner": type(self.model_runner).__name__,
-            "keeps_request_state": _keeps_request_state(self.model_runner),
-            "rng": f"{self.model_runner.device.type}-{'generator' if _keeps_request_state(self.model_runner) else 'counter'}",
+            "rng": f"{self.model_runner.device.type}-{_rng_family(self.model_runner)}",
         }
 
     def vllm_hi_generator_state(self, request_id: str) -> bytes | None:
-        """State of the request's `torch.Generator` (it has one when the request is seeded). Read it only when no step with
-        the request is in flight."""
+        """State of the request's `torch.Generator` (it has one when the request is seeded). Read it only when no
+        step with the request is in flight."""
         state = self.model_runner.requests.get(request_id) if _keeps_request_state(self.model_runner) else None
         if state is None or state.generator is None:
             return None
@@ -91,6 +92,11 @@ def _keeps_request_state(model_runner: Any) -> bool:
     return isinstance(getattr(model_runner, "requests", None), dict)
 
 
+def _rng_family(model_runner: Any) -> str:
+    """V1 draws from a generator per request, V2 hashes seed and position."""
+    return "generator" if _keeps_request_state(model_runner) else "counter"
+
+
 def _kv_layers(model_runner: Any) -> dict[str, torch.Tensor]:
     """Attention layers that own KV memory, by name. Layers that share another's cache appear once."""
     layers: dict[str, torch.Tensor] = {}
@@ -106,7 +112,8 @@ def _kv_layers(model_runner: Any) -> dict[str, torch.Tensor]:
 
 
 def _cpu_isa(model_runner: Any) -> str:
-    """The instruction set that decides how CPU attention packs keys inside a block (v1/attention/backends/cpu_attn.py)."""
+    """The instruction set that decides how CPU attention packs keys inside a block
+    (v1/attention/backends/cpu_attn.py)."""
     for layer in model_runner.compilation_config.static_forward_context.values():
         if isa := getattr(layer, "isa", None):
             return str(isa)

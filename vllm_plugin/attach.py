@@ -1,0 +1,126 @@
+"""Attach: a second leg on B for every request that can move, before anything is copied or frozen."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TYPE_CHECKING, Any
+
+from vllm_plugin.eligibility import prompt_digest, refusal, sampling_digest
+from vllm_plugin.errors import MigrationError
+from vllm_plugin.messages import Expect, Expectation
+from vllm_plugin.move import Move
+from vllm_plugin.wire import LegOpened, OpenLeg
+
+if TYPE_CHECKING:
+    from vllm_plugin.source import SourceSession
+
+__all__ = ["attach"]
+
+#: B's front end tokenizes and queues the request meanwhile.
+ATTACH_DEADLINE_S = 10.0
+
+
+def attach(session: SourceSession, request_ids: list[str] | None) -> dict[str, Any]:
+    """Attaches all requests, or those asked for. Those that cannot move say why and are not touched.
+
+    Raises:
+        MigrationError: 502 when B is lost.
+    """
+    moves, expectations, refused = session.engine.on_engine(lambda: _choose(session, request_ids))
+    if moves:
+        _expect(session, expectations)
+        for move in moves:
+            session.moves[move.request_id] = move
+        _open_legs(session, moves)
+    attached = []
+    for move in moves:
+        if move.state == "copying":
+            attached.append(
+                {
+                    "request_id": move.request_id,
+                    "stream_id": move.stream_id,
+                    "ticket": move.ticket,
+                    "prompt_tokens": move.prompt_tokens,
+                    "output_tokens": move.tokens,
+                    "kv_blocks": move.kv_blocks,
+                }
+            )
+        else:
+            refused.append({"request_id": move.request_id, "code": move.code, "message": move.message})
+    return {"attached": attached, "refused": refused}
+
+
+def _choose(
+    session: SourceSession, request_ids: list[str] | None
+) -> tuple[list[Move], list[Expectation], list[dict[str, str]]]:
+    scheduler = session.engine.scheduler
+    moves, expectations, refused = [], [], []
+    for request_id in list(scheduler.requests) if request_ids is None else request_ids:
+        request = scheduler.requests.get(request_id)
+        present = session.moves.get(request_id)
+        if present is not None and not present.ended:
+            continue
+        if request is None or request.is_finished():
+            refused.append({"request_id": request_id, "code": "unknown_request", "message": "The request has ended."})
+            continue
+        record = scheduler.book.records.get(request_id)
+        why = refusal(request, record, record is not None and record.proxy in session.engine.proxies)
+        snapshot = scheduler.snapshot(request_id, 0)
+        if why is not None or record is None or snapshot is None:
+            code, message = why or ("unknown_request", "The request has ended.")
+            refused.append({"request_id": request_id, "code": code, "message": message})
+            continue
+        move = Move(
+            request_id=request_id,
+            stream=record.stream,
+            ticket=secrets.token_urlsafe(24),
+            epoch=snapshot.epoch,
+            prompt_tokens=snapshot.prompt_tokens,
+            kv_blocks=len(snapshot.block_ids),
+            tokens=snapshot.num_output_tokens,
+        )
+        moves.append(move)
+        digests = (prompt_digest(request), sampling_digest(request))
+        expectations.append(Expectation(move.ticket, record.stream, *digests))
+    return moves, expectations, refused
+
+
+def _expect(session: SourceSession, expectations: list[Expectation]) -> None:
+    try:
+        session.target.ask(lambda call: Expect(call, expectations))
+    except ConnectionError as error:
+        text = f"The target was lost while requests were attached: {error}."
+        raise MigrationError(502, "target_lost", text) from error
+
+
+def _open_legs(session: SourceSession, moves: list[Move]) -> None:
+    calls: list[tuple[Move, Future[LegOpened]]] = []
+    for move in moves:
+        link = session.engine.proxies.get(move.proxy)
+        if link is None:
+            session.roll_back(move, "proxy_unreachable", "The proxy worker that owns the client was lost.")
+        else:
+            calls.append((move, link.call(_open_leg(move, session.target.base_url))))
+    deadline = time.monotonic() + ATTACH_DEADLINE_S
+    for move, future in calls:
+        try:
+            answer = future.result(max(0.0, deadline - time.monotonic()))
+        except (FutureTimeout, ConnectionError):
+            session.roll_back(move, "proxy_unreachable", "The proxy did not open the second leg in time.")
+            continue
+        if not answer.ok:
+            session.roll_back(move, answer.code or "leg_refused", answer.message or "The proxy refused a second leg.")
+    for move, _ in calls:
+        if not move.parked.wait(max(0.0, deadline - time.monotonic())):
+            session.roll_back(move, "attach_timeout", "The request did not arrive on the target in time.")
+        else:
+            # Loses against a rollback that came first, as it should.
+            move.advance("copying")
+
+
+def _open_leg(move: Move, base_url: str) -> Callable[[int], OpenLeg]:
+    return lambda call: OpenLeg(call, move.stream_id, move.ticket, base_url)

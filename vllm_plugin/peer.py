@@ -1,0 +1,148 @@
+"""A's connection to B: calls, and the copying of blocks into B's windows.
+
+It keeps one promise towards B: `Release` is said only when nobody writes into the window any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from vllm_plugin.errors import MigrationError
+from vllm_plugin.link import Link
+from vllm_plugin.messages import (
+    Answer,
+    Grown,
+    OpenSession,
+    Parked,
+    Refusals,
+    Release,
+    SessionOpened,
+    decode_peer,
+)
+from vllm_plugin.wire import FrameSocket, ProtocolError
+
+if TYPE_CHECKING:
+    from vllm_plugin.engine import MigrationEngine
+
+__all__ = ["TargetConnection"]
+
+ANSWER_DEADLINE_S = 5.0
+
+
+class TargetConnection:
+    """`peer`: {vllm_hi_id, host, control_port, base_url} of B. `broken`: a push failed, so B's worker may still be
+    writing.
+
+    Raises:
+        MigrationError: 502 when B cannot be reached, 409 with B's reason when it refuses the session.
+    """
+
+    def __init__(
+        self,
+        engine: MigrationEngine,
+        peer: dict[str, Any],
+        opening: Callable[[int], OpenSession],
+        on_parked: Callable[[Parked], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._on_parked = on_parked
+        self._on_lost = on_lost
+        self.base_url = str(peer["base_url"])
+        self.broken = False
+        self._lock = threading.Lock()
+        self._pushing = False
+        self._release_later: list[str] = []
+        self._link = self._dial(str(peer["host"]), int(peer["control_port"]))
+        opened = self._open(opening)
+        self.session = opened.session
+        self._data_host = opened.data_host
+        self._data_ports = opened.data_ports
+
+    @property
+    def lost(self) -> bool:
+        return self._link.closed or self.broken
+
+    def _dial(self, host: str, port: int) -> Link:
+        try:
+            frames = FrameSocket.dial(host, port, self._engine.settings.token, "peer", self._engine.name)
+        except (OSError, ProtocolError) as error:
+            text = f"The target at {host}:{port} does not answer: {error}."
+            raise MigrationError(502, "target_unreachable", text) from error
+        frames.sock.settimeout(None)
+        answers = (Answer, SessionOpened, Grown, Refusals)
+        return Link(frames, "target", decode_peer, answers, self._on_message, lambda _: self._on_lost()).start()
+
+    def _open(self, opening: Callable[[int], OpenSession]) -> SessionOpened:
+        try:
+            opened = self.ask(opening)
+        except ConnectionError as error:
+            self._link.close()
+            raise MigrationError(502, "target_unreachable", f"The target did not open a session: {error}.") from error
+        if isinstance(opened, SessionOpened):
+            return opened
+        self._link.close()
+        code, message = (
+            (opened.code, opened.message) if isinstance(opened, Answer) else ("bad_frame", "Unexpected answer.")
+        )
+        raise MigrationError(409, code, message)
+
+    def _on_message(self, _link: Link, message: Any) -> None:
+        if isinstance(message, Parked):
+            self._on_parked(message)
+
+    def ask(self, build: Callable[[int], msgspec.Struct], timeout_s: float = ANSWER_DEADLINE_S) -> Any:
+        """Calls B and waits. Raises: ConnectionError when the answer is lost or late."""
+        try:
+            return self._link.call(build).result(timeout_s)
+        except FutureTimeout as error:
+            raise ConnectionError("the target did not answer in time") from error
+
+    def tell(self, message: msgspec.Struct) -> None:
+        self._link.send(message)
+
+    def push(self, source: list[int], target: list[int], generators: list[str]) -> dict[str, bytes]:
+        """Copies blocks and returns generator states by request id.
+
+        Raises:
+            ConnectionError: the connection is of no further use then, for B's worker may still be writing.
+        """
+        if not source and not generators:
+            return {}
+        with self._lock:
+            self._pushing = True
+        try:
+            workers = self._engine.workers
+            _, states = workers.push(self.session, self._data_host, self._data_ports, source, target, generators)
+            return states
+        except (OSError, ProtocolError) as error:
+            self.broken = True
+            raise ConnectionError(str(error)) from error
+        finally:
+            with self._lock:
+                self._pushing = False
+                tickets, self._release_later = self._release_later, []
+            self.release(tickets, "rolled back during a copy")
+
+    def release(self, tickets: list[str], reason: str) -> None:
+        """Tells B that nobody writes under these tickets any more; while that is not so, it waits for the end of
+        the push.
+
+        After a broken push it is never said: B then frees the blocks at the end of the session, after its workers have
+        revoked it.
+        """
+        with self._lock:
+            if self._pushing:
+                self._release_later += tickets
+                return
+        if tickets and not self.broken:
+            self._link.send(Release(tickets, reason))
+
+    def close(self) -> None:
+        self._link.close()
+        self._engine.workers.revoke(self.session)
