@@ -44,7 +44,7 @@ class Snapshot:
     prefill: dict[str, int] | None
 
 
-class MigrationScheduler(Scheduler):  # type: ignore[misc,valid-type]
+class MigrationScheduler(Scheduler):
     """vLLM's scheduler with the operations that a live migration needs."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> MigrationScheduler:
@@ -215,5 +215,5 @@ class MigrationScheduler(Scheduler):  # type: ignore[misc,valid-type]
         )
 
 
-class MigrationAsyncScheduler(MigrationScheduler, AsyncScheduler):  # type: ignore[misc,valid-type]
+class MigrationAsyncScheduler(MigrationScheduler, AsyncScheduler):
     """The same over vLLM's scheduler for asynchronous stepping (GPU default)."""
