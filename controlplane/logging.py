@@ -9,7 +9,7 @@ __all__ = ["LineFormatter"]
 
 
 class LineFormatter(logging.Formatter):
-    converter = staticmethod(time.gmtime)  # type: ignore[assignment]
+    converter = staticmethod(time.gmtime)
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%Y-%m-%dT%H:%M:%SZ")

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 from django.conf import settings
@@ -247,8 +248,7 @@ class Execution:
             journal.note_round_begin(self.job.id, index, kind)
             started = timezone.now()
             answer = self._ask(
-                lambda index=index: self.source.round(str(self.job.id), self.attempt, index),
-                f"round {index} was being copied",
+                partial(self.source.round, str(self.job.id), self.attempt, index), f"round {index} was being copied"
             )
             row = journal.note_round(self.job.id, index, kind, started, answer)
             blocks.append(row.blocks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from axes.handlers.proxy import AxesProxyHandler
 from django.contrib.auth import authenticate
 from drf_spectacular.utils import extend_schema
 from knox.models import get_token_model
@@ -41,8 +40,6 @@ class TokenView(APIView):
         credentials.is_valid(raise_exception=True)
         user = authenticate(request._request, **credentials.validated_data)
         if user is None:
-            if AxesProxyHandler.is_locked(request._request, {"username": credentials.validated_data["username"]}):
-                raise ApiError("locked_out", "Too many failed logins; try again in 15 minutes.", None, 429)
             raise ApiError("wrong_credentials", "User name or password is wrong.", None, 401)
         instance, token = get_token_model().objects.create(user=user)
         return Response({"token": token, "expiry": instance.expiry}, status=status.HTTP_201_CREATED)

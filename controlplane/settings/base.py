@@ -161,7 +161,7 @@ AXES_LOCKOUT_PARAMETERS = [["username", "ip_address"]]
 AXES_RESET_ON_SUCCESS = True
 AXES_ENABLE_ADMIN = False
 AXES_VERBOSE = False
-AXES_LOCKOUT_TEMPLATE = "registration/lockout.html"
+AXES_LOCKOUT_CALLABLE = "controlplane.lockout.locked_out"
 
 REST_FRAMEWORK = {
     "DEFAULT_AUTHENTICATION_CLASSES": [
