@@ -152,11 +152,11 @@ class MigrationEndpoints:
         Raises:
             CallRefused: the engine does not answer.
         """
+        assert self.settings is not None
         if self.missing_probes:
-            answer = _status_without_engine(self.missing_probes)
+            answer = _status_without_engine(self.settings.instance_type, self.missing_probes)
         else:
             answer = await self._engine("status", {})
-        assert self.settings is not None
         facts = self.registration.facts if self.registration else None
         return {
             **answer,
@@ -301,9 +301,9 @@ def _bad_field(error: msgspec.MsgspecError) -> CallRefused:
     return CallRefused(400, "bad_field", f"{param or 'The body'}: {text}; see the protocol for this call.", param)
 
 
-def _status_without_engine(missing_probes: list[str]) -> dict[str, Any]:
+def _status_without_engine(instance_type: str, missing_probes: list[str]) -> dict[str, Any]:
     return {
-        "role": None,
+        "role": "active" if instance_type == "A" else "standby",
         "migration": {"supported": False, "missing_probes": missing_probes},
         "factors": {},
         "kv": {},

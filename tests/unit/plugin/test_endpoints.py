@@ -189,6 +189,7 @@ async def test_unsupported_vllm_answers_501_with_the_probe_and_still_has_a_statu
     assert (error["code"], error["param"]) == ("migration_unsupported", "scheduler.schedule")
     status = (await client.get("/vllm_hi/status")).json()
     assert status["migration"] == {"supported": False, "missing_probes": ["scheduler.schedule"]}
+    assert status["role"] == "active"
     assert engine_core.calls == []
 
 
