@@ -79,8 +79,11 @@ def playground(request: HttpRequest) -> HttpResponse:
 def _account_page(
     request: HttpRequest, *, form: PasswordChangeForm | None = None, new_token: str = "", status: int = 200
 ) -> HttpResponse:
+    form = form or PasswordChangeForm(request.user)
+    # The page has more to it than this form.
+    form.fields["old_password"].widget.attrs.pop("autofocus", None)
     context = {
-        "form": form or PasswordChangeForm(request.user),
+        "form": form,
         "tokens": get_token_model().objects.filter(user=request.user).order_by("-created"),
         "new_token": new_token,
     }

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 from instances.templatetags.formats import NO_VALUE, milliseconds, seconds, size, times
 from migrations_app.choices import LIVE_STATES, MigrationState, MigrationType, RequestOutcome, RoundKind
 from migrations_app.models import MigrationEvent, MigrationJob, MigrationRequest, MigrationRound
-from migrations_app.preflight import Estimate
+from migrations_app.preflight import Check, Estimate
 from migrations_app.selectors import percentile
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "result",
     "round_lines",
     "steps",
+    "worst_first",
 ]
 
 #: Steps of the page, in order. Pending shows as the first one not yet begun.
@@ -116,7 +117,7 @@ def _rate(sent_bytes: int, duration_ms: float) -> str:
 
 
 def _in_tokens(multiple: float | None) -> str:
-    return f"{times(multiple)} the time between tokens" if multiple is not None else ""
+    return f"{times(multiple)} inter-token time" if multiple is not None else ""
 
 
 def round_lines(rounds: Sequence[MigrationRound]) -> list[dict[str, Any]]:
@@ -140,15 +141,20 @@ def round_lines(rounds: Sequence[MigrationRound]) -> list[dict[str, Any]]:
     ]
 
 
-def request_lines(requests: Sequence[MigrationRequest]) -> list[dict[str, Any]]:
+def request_lines(requests: Sequence[MigrationRequest], *, over: bool) -> list[dict[str, Any]]:
+    """Rows of the table of requests. When the job is `over`, what is still attached has not moved and will not."""
     multiples = {row.request_id: row.gap_ms / row.itl_ms for row in requests if row.gap_ms is not None and row.itl_ms}
     largest = max([*multiples.values(), 4.0])
+
+    def left_behind(row: MigrationRequest) -> bool:
+        return over and row.outcome == RequestOutcome.ATTACHED
+
     return [
         {
             "request_id": row.request_id,
             "outcome": row.outcome,
-            "outcome_word": row.get_outcome_display(),
-            "tone": row.outcome_tone,
+            "outcome_word": "Not moved" if left_behind(row) else row.get_outcome_display(),
+            "tone": "muted" if left_behind(row) else row.outcome_tone,
             "moved": row.outcome == RequestOutcome.MOVED,
             "why": row.message or row.code,
             "prompt_tokens": row.prompt_tokens,
@@ -158,7 +164,9 @@ def request_lines(requests: Sequence[MigrationRequest]) -> list[dict[str, Any]]:
             "gap_ms": row.gap_ms,
             "gap_times": multiples.get(row.request_id),
             "gap_percent": f"{100 * multiples.get(row.request_id, 0) / largest:.1f}",
-            "stages": ", ".join(f"{name.replace('_', ' ')} {milliseconds(ms)}" for name, ms in row.stages.items()),
+            "stages": " · ".join(
+                f"{name.replace('_', ' ')} {ms:.{1 if ms < 10 else 0}f}" for name, ms in row.stages.items()
+            ),
         }
         for row in requests
     ]
@@ -175,6 +183,12 @@ def event_lines(job: MigrationJob, events: Iterable[MigrationEvent]) -> list[dic
         }
         for event in events
     ]
+
+
+def worst_first(checks: Iterable[Check]) -> list[Check]:
+    """Errors, then warnings, then what agrees, each in the order of the pre-flight."""
+    order = {"error": 0, "warning": 1, "ok": 2}
+    return sorted(checks, key=lambda check: order[check.level])
 
 
 def estimate(cost: Estimate | None) -> str:

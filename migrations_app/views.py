@@ -82,7 +82,7 @@ def detail(request: HttpRequest, job_id: uuid.UUID) -> HttpResponse:
         "job": job,
         "steps": presentation.steps(job.state, events),
         "rounds": presentation.round_lines(rounds),
-        "requests": presentation.request_lines(requests),
+        "requests": presentation.request_lines(requests, over=job.is_terminal),
         "events": presentation.event_lines(job, events),
         "numbers": totals,
         "result": presentation.result(job, totals),
@@ -144,6 +144,7 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
         "form": form,
         "refusal": refusal.message if refusal else "",
         "preflight": preflight,
+        "checks": presentation.worst_first(preflight.checks) if preflight else [],
         "estimate": presentation.estimate(preflight.estimate) if preflight else "",
     }
     return render(request, "migrations_app/migrate.html", context, status=422 if form.errors else 200)

@@ -45,12 +45,12 @@ def milliseconds(value: float | None) -> str:
 
 @register.filter
 def seconds(value: float | None) -> str:
-    """4.21 → "4.2 s", 75 → "1 min 15 s"."""
+    """0.031 → "0.03 s", 4.21 → "4.2 s", 75 → "1 min 15 s"."""
     if value is None or value == "":
         return NO_VALUE
     total = max(0.0, float(value))
     if total < 60:
-        return f"{total:.1f} s"
+        return f"{total:.{2 if total < 1 else 1}f} s"
     whole = int(total)
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"

@@ -27,7 +27,7 @@ export function milliseconds(value) {
 export function seconds(value) {
   if (value == null) return NO_VALUE;
   const total = Math.max(0, Number(value));
-  if (total < 60) return `${total.toFixed(1)} s`;
+  if (total < 60) return `${total.toFixed(total < 1 ? 2 : 1)} s`;
   const whole = Math.floor(total);
   const pad = (part) => String(part).padStart(2, "0");
   if (whole < 3600) return `${Math.floor(whole / 60)} min ${pad(whole % 60)} s`;

@@ -75,7 +75,8 @@ export function enhanceMigrateForm(form) {
     if (mine !== latest) return;
     const rows = document.createElement("ul");
     rows.className = "checks";
-    rows.append(...list.map(checkRow));
+    const worstFirst = ["error", "warning", "ok"].flatMap((wanted) => list.filter((check) => check.level === wanted));
+    rows.append(...worstFirst.map(checkRow));
     part("checks").replaceChildren(rows);
     part("verdict").replaceChildren(badge(...VERDICTS[level]));
     part("estimate").textContent = estimateSentence(estimate);

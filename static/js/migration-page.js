@@ -82,8 +82,8 @@ function showRequests(list) {
     field(row, "gaptimes").textContent = times(multiple(request));
     row.querySelector("rect").setAttribute("width", `${(100 * (multiple(request) ?? 0)) / largest}%`);
     field(row, "stages").textContent = Object.entries(request.stages ?? {})
-      .map(([name, ms]) => `${name.replaceAll("_", " ")} ${milliseconds(ms)}`)
-      .join(", ");
+      .map(([name, ms]) => `${name.replaceAll("_", " ")} ${Number(ms).toFixed(ms < 10 ? 1 : 0)}`)
+      .join(" · ");
     showChip(request, outcome);
   }
   showNumbers();
@@ -118,7 +118,7 @@ function showNumbers() {
   const multiples = moved.filter((row) => row.itl_ms).map((row) => row.gap_ms / row.itl_ms);
   for (const [name, share] of [["gap50", 0.5], ["gap99", 0.99]]) {
     tile(name, milliseconds(percentile(gaps, share)));
-    tile(`${name}x`, multiples.length ? `${times(percentile(multiples, share))} the time between tokens` : "");
+    tile(`${name}x`, multiples.length ? `${times(percentile(multiples, share))} inter-token time` : "");
   }
   const parts = [["attached", "attached"], ["finished", "ended by themselves"], ["stayed", "stayed"], ["refused", "not movable"]]
     .map(([outcome, word]) => [rows.filter((row) => row.outcome === outcome).length, word])
@@ -146,7 +146,7 @@ function showJob(job) {
     const word = words.states[state];
     page.querySelector("[data-part=state]").replaceChildren(badge(word.label, word.tone));
     if (!word.terminal) showStep();
-    if (state === "attaching") swapFromServer(["preflight"]).catch(() => {});
+    if (state === "attaching") swapFromServer(["preflight", "job-facts"]).catch(() => {});
   }
   if (job.abort_requested && !abortShown) {
     abortShown = true;
@@ -184,7 +184,7 @@ async function finish() {
   finishing = true;
   try {
     await feed.refetch();
-    await swapFromServer(["head-status", "result", "stepper", "ended-at", "preflight"]);
+    await swapFromServer(["head-status", "result", "stepper", "job-facts", "preflight"]);
     feed.stop();
     document.querySelector("#abort-dialog")?.close();
   } catch {

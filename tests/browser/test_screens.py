@@ -132,6 +132,7 @@ def test_pages_hold_together(screen: Page, pair: Pair, streams: None, complaints
     screen.goto("/instances/a-one/")
     expect(screen.locator("#requests tr")).to_have_count(3)
     keep(screen, "instance", complaints)
+    screen.reload()
     screen.get_by_role("link", name="Migrate…").click()
     expect(screen.get_by_role("dialog")).to_be_visible()
     keep(screen, "migrate-dialog", complaints)
