@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from django.contrib import messages
 from django.contrib.auth import update_session_auth_hash
 from django.contrib.auth.decorators import login_required
 from django.contrib.auth.forms import PasswordChangeForm
+from django.contrib.auth.models import User
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.shortcuts import redirect, render
 from django.views.decorators.debug import sensitive_post_parameters
@@ -79,7 +80,7 @@ def playground(request: HttpRequest) -> HttpResponse:
 def _account_page(
     request: HttpRequest, *, form: PasswordChangeForm | None = None, new_token: str = "", status: int = 200
 ) -> HttpResponse:
-    form = form or PasswordChangeForm(request.user)
+    form = form or PasswordChangeForm(cast(User, request.user))
     # The page has more to it than this form.
     form.fields["old_password"].widget.attrs.pop("autofocus", None)
     context = {
@@ -120,7 +121,7 @@ def revoke_token(request: HttpRequest, digest: str) -> HttpResponse:
 @require_http_methods(["POST"])
 @sensitive_post_parameters()
 def change_password(request: HttpRequest) -> HttpResponse:
-    form = PasswordChangeForm(request.user, request.POST)
+    form = PasswordChangeForm(cast(User, request.user), request.POST)
     if not form.is_valid():
         return _account_page(request, form=form, status=422)
     update_session_auth_hash(request, form.save())

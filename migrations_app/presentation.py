@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from instances.templatetags.formats import NO_VALUE, milliseconds, seconds, size, times
@@ -164,12 +164,15 @@ def request_lines(requests: Sequence[MigrationRequest], *, over: bool) -> list[d
             "gap_ms": row.gap_ms,
             "gap_times": multiples.get(row.request_id),
             "gap_percent": f"{100 * multiples.get(row.request_id, 0) / largest:.1f}",
-            "stages": " · ".join(
-                f"{name.replace('_', ' ')} {ms:.{1 if ms < 10 else 0}f}" for name, ms in row.stages.items()
-            ),
+            "stages": _stages(row.stages),
         }
         for row in requests
     ]
+
+
+def _stages(stages: Mapping[str, Any]) -> str:
+    known = {name: ms for name, ms in stages.items() if isinstance(ms, (int, float))}
+    return " · ".join(f"{name.replace('_', ' ')} {ms:.{1 if ms < 10 else 0}f}" for name, ms in known.items())
 
 
 def event_lines(job: MigrationJob, events: Iterable[MigrationEvent]) -> list[dict[str, Any]]:

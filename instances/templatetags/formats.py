@@ -14,18 +14,24 @@ register = template.Library()
 NO_VALUE = "\N{EN DASH}"
 
 
+def _number(value: object) -> float | None:
+    """None also for the empty string that a template makes of a missing variable."""
+    return value if isinstance(value, (int, float)) else None
+
+
 @register.filter
-def count(value: float | None) -> str:
+def count(value: object) -> str:
     """1234567 → "1,234,567"."""
-    return NO_VALUE if value is None or value == "" else f"{value:,}"
+    number = _number(value)
+    return NO_VALUE if number is None else f"{number:,}"
 
 
 @register.filter
-def size(value: float | None) -> str:
+def size(value: object) -> str:
     """Bytes to a decimal unit: 12400000 → "12.4 MB"."""
-    if value is None or value == "":
+    amount = _number(value)
+    if amount is None:
         return NO_VALUE
-    amount = float(value)
     for unit in ("B", "kB", "MB", "GB"):
         if amount < 1000:
             return f"{amount:.0f} B" if unit == "B" else f"{amount:.{1 if amount < 100 else 0}f} {unit}"
@@ -34,21 +40,23 @@ def size(value: float | None) -> str:
 
 
 @register.filter
-def milliseconds(value: float | None) -> str:
+def milliseconds(value: object) -> str:
     """6.13 → "6.1 ms", 61.3 → "61 ms", 61300 → "1 min 01 s"."""
-    if value is None or value == "":
+    number = _number(value)
+    if number is None:
         return NO_VALUE
-    if value >= 10_000:
-        return seconds(value / 1000)
-    return f"{value:.1f} ms" if value < 10 else f"{value:.0f} ms"
+    if number >= 10_000:
+        return seconds(number / 1000)
+    return f"{number:.1f} ms" if number < 10 else f"{number:.0f} ms"
 
 
 @register.filter
-def seconds(value: float | None) -> str:
+def seconds(value: object) -> str:
     """0.031 → "0.03 s", 4.21 → "4.2 s", 75 → "1 min 15 s"."""
-    if value is None or value == "":
+    number = _number(value)
+    if number is None:
         return NO_VALUE
-    total = max(0.0, float(value))
+    total = max(0.0, number)
     if total < 60:
         return f"{total:.{2 if total < 1 else 1}f} s"
     whole = int(total)
@@ -58,15 +66,17 @@ def seconds(value: float | None) -> str:
 
 
 @register.filter
-def times(value: float | None) -> str:
+def times(value: object) -> str:
     """A multiple, with a multiplication sign: 1.62 → "1.6 x"."""
-    return NO_VALUE if value is None or value == "" else f"{value:.1f}\N{MULTIPLICATION SIGN}"
+    number = _number(value)
+    return NO_VALUE if number is None else f"{number:.1f}\N{MULTIPLICATION SIGN}"
 
 
 @register.filter
-def percent(fraction: float | None) -> str:
+def percent(fraction: object) -> str:
     """0.421 → "42 %"."""
-    return NO_VALUE if fraction is None or fraction == "" else f"{fraction * 100:.0f} %"
+    number = _number(fraction)
+    return NO_VALUE if number is None else f"{number * 100:.0f} %"
 
 
 @register.filter

@@ -28,13 +28,13 @@ export class GapChart {
     this.#request();
   }
 
-  /** Marks the largest gap since index `from`: the page learns of a move only after it happened. */
+  /** Marks and returns the largest gap since index `from`: the page learns of a move only after it happened. */
   markMove(from) {
     let at = Math.max(0, Math.min(from, this.#gaps.length - 1));
     for (let index = at; index < this.#gaps.length; index += 1) if (this.#gaps[index] > this.#gaps[at]) at = index;
     this.#moves.push(at);
     this.#request();
-    return this.#gaps[at] ?? null;
+    return { index: at, gapMs: this.#gaps[at] ?? null };
   }
 
   #request() {

@@ -82,6 +82,7 @@ function showRequests(list) {
     field(row, "gaptimes").textContent = times(multiple(request));
     row.querySelector("rect").setAttribute("width", `${(100 * (multiple(request) ?? 0)) / largest}%`);
     field(row, "stages").textContent = Object.entries(request.stages ?? {})
+      .filter(([, ms]) => typeof ms === "number")
       .map(([name, ms]) => `${name.replaceAll("_", " ")} ${Number(ms).toFixed(ms < 10 ? 1 : 0)}`)
       .join(" · ");
     showChip(request, outcome);
@@ -146,6 +147,7 @@ function showJob(job) {
     const word = words.states[state];
     page.querySelector("[data-part=state]").replaceChildren(badge(word.label, word.tone));
     if (!word.terminal) showStep();
+    if (state === "finishing") forbidAbort();
     if (state === "attaching") swapFromServer(["preflight", "job-facts"]).catch(() => {});
   }
   if (job.abort_requested && !abortShown) {
@@ -184,7 +186,7 @@ async function finish() {
   finishing = true;
   try {
     await feed.refetch();
-    await swapFromServer(["head-status", "result", "stepper", "job-facts", "preflight"]);
+    await swapFromServer(["head-status", "result", "stepper", "job-facts", "preflight", "requests"]);
     feed.stop();
     document.querySelector("#abort-dialog")?.close();
   } catch {
@@ -250,6 +252,14 @@ function confirmAbort() {
     }
     feed.refetch();
   });
+}
+
+/** From here on all requests have moved, and stopping would undo nothing. */
+function forbidAbort() {
+  const button = document.querySelector("#abort-form button");
+  if (!button) return;
+  button.disabled = true;
+  button.title = "All requests have moved; migrate back instead";
 }
 
 const feed = new MigrationFeed(page.dataset.job, Number(page.dataset.lastSeq), {

@@ -98,9 +98,9 @@ class StreamCard {
   /** Takes note of where the proxy says this stream runs. */
   placed(instance) {
     if (this.instance && this.instance !== instance) {
-      const gap = this.chart.markMove(this.seenUpTo);
+      const { index, gapMs } = this.chart.markMove(this.seenUpTo);
       const line = document.createElement("li");
-      line.append(badge("moved", "info"), ` ${this.instance} → ${instance}, around token ${count(this.tokens)}, longest gap there ${milliseconds(gap)}`);
+      line.append(badge("moved", "info"), ` ${this.instance} → ${instance}, at about token ${count(index + 1)}, after ${milliseconds(gapMs)}`);
       this.part("moves").append(line);
     }
     this.instance = instance;
