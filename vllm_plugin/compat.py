@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     PrefillStats: Any
     Request: Any
     RequestStatus: Any
+    SamplingParams: Any
     Scheduler: Any
     init_logger: Any
 
@@ -52,6 +53,7 @@ _NAMES = {
     "PrefillStats": "vllm.v1.metrics.stats:PrefillStats",
     "Request": "vllm.v1.request:Request",
     "RequestStatus": "vllm.v1.request:RequestStatus",
+    "SamplingParams": "vllm.sampling_params:SamplingParams",
     "Scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     "init_logger": "vllm.logger:init_logger",
 }

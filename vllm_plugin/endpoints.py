@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -28,6 +29,7 @@ from vllm_plugin import compat
 from vllm_plugin.flags import ENDPOINT_PLUGIN
 from vllm_plugin.registration import Registration, gather_facts, identity
 from vllm_plugin.settings import PluginSettings, migration_requested
+from vllm_plugin.warmup import warm_up
 
 __all__ = ["MigrationEndpoints", "create"]
 
@@ -144,7 +146,9 @@ class MigrationEndpoints:
         self.engine_core = engine_client.engine_core
         self.missing_probes = compat.missing_probes()
         facts = gather_facts(self.settings, args, engine_client.vllm_config)
-        self.registration = Registration(self.settings, facts, self.status, lambda: _listening(state))
+        self.registration = Registration(
+            self.settings, facts, self.status, lambda: _listening(state), warm_up=partial(warm_up, engine_client)
+        )
 
     async def status(self) -> dict[str, Any]:
         """What the engine says about itself, and who this instance is.

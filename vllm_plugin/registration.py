@@ -104,6 +104,7 @@ class Registration:
     Args:
         status: asks the engine; may raise.
         listening: true as soon as the HTTP server accepts connections; nothing is announced before.
+        warm_up: awaited once before the first announcement.
         transport: for tests; None = the network.
     """
 
@@ -114,12 +115,14 @@ class Registration:
         status: Callable[[], Awaitable[Status]],
         listening: Callable[[], bool],
         transport: httpx.AsyncBaseTransport | None = None,
+        warm_up: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.facts = facts
         self.vllm_hi_id: str | None = None
         self._settings = settings
         self._status = status
         self._listening = listening
+        self._warm_up = warm_up
         self._known = False
         self._failures = 0
         self._said = ""
@@ -153,6 +156,8 @@ class Registration:
 
     async def _run(self) -> None:
         delay = LISTENING_POLL_S
+        if self._warm_up is not None:
+            await self._warm_up()
         while True:
             if self._listening():
                 delay = await self._safe_tick()
