@@ -251,7 +251,7 @@ async def test_registration_lives_as_long_as_the_server(build: Build, environmen
         vllm_hi_id = "a-1"
         facts = SimpleNamespace(served_model_name="tiny")
 
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
             pass
 
         def start(self) -> None:
