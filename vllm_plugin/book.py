@@ -10,7 +10,15 @@ from typing import Any, Protocol
 
 from vllm_plugin.messages import LogprobRows
 
-__all__ = ["MoveBook", "ParkedRequest", "SchedulerListener", "StreamRecord"]
+__all__ = [
+    "MoveBook",
+    "ParkedRequest",
+    "SchedulerListener",
+    "StreamRecord",
+    "merge_logprobs",
+    "own_columns",
+    "split_logprobs",
+]
 
 
 @dataclass
@@ -88,6 +96,19 @@ class MoveBook:
         record = self.records.pop(request_id, None)
         if record is not None and all(other.stream != record.stream for other in self.records.values()):
             self.streams.pop(record.stream, None)
+
+
+def own_columns(step: Any, num_logprobs: int) -> Any:
+    """The part of one step's `LogprobsLists` that belongs to the request: the sampled token and its top logprobs.
+
+    vLLM makes the rows as wide as the widest request in the batch asks for, so their width changes from step to step.
+    """
+    if num_logprobs < 0:  # All of the vocabulary: always that wide.
+        return step
+    return step._replace(
+        logprob_token_ids=step.logprob_token_ids[:, : num_logprobs + 1],
+        logprobs=step.logprobs[:, : num_logprobs + 1],
+    )
 
 
 def merge_logprobs(steps: list[Any]) -> LogprobRows | None:

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_plugin.book import MoveBook, SchedulerListener
+from vllm_plugin.book import MoveBook, SchedulerListener, own_columns
 from vllm_plugin.compat import AsyncScheduler, Scheduler
 
 __all__ = ["STREAM_ARGUMENT", "TICKET_ARGUMENT", "MigrationAsyncScheduler", "MigrationScheduler", "Snapshot"]
@@ -118,8 +118,9 @@ class MigrationScheduler(Scheduler):
         record = self.book.records.get(output.request_id)
         if record is None:
             return
-        if output.new_logprobs is not None and output.new_token_ids:
-            record.logprobs.append(output.new_logprobs)
+        request = self.requests.get(output.request_id)
+        if output.new_logprobs is not None and output.new_token_ids and request is not None:
+            record.logprobs.append(own_columns(output.new_logprobs, request.sampling_params.num_logprobs))
         if output.prefill_stats is not None:
             record.prefill = dict(vars(output.prefill_stats))
         if output.new_token_ids or output.finish_reason is not None:
