@@ -10,7 +10,10 @@ import asyncio
 import shutil
 import sys
 import threading
-from collections.abc import Coroutine, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +21,7 @@ import httpx
 import pytest
 
 from benchmarks.demo_models import chat_model
+from benchmarks.exactness import Verdict, verdicts
 from benchmarks.live_migration import Migration, MigrationRun, Panel, migrate_under_load
 from benchmarks.streams import Answer, Request, mixed_requests, run_requests
 from controlplane.serving import Instance, InstanceOptions
@@ -35,6 +39,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engine)
             # The first test also pays for starting two engines.
             item.add_marker(pytest.mark.timeout(600))
+
+
+class Load:
+    """Requests under way: `live` fills up with what their clients have received."""
+
+    def __init__(self) -> None:
+        self.live: list[Answer] = []
+        self.future: Future[list[Answer]] = Future()
+
+    def result(self, limit_s: float) -> list[Answer]:
+        return self.future.result(limit_s)
+
+    def cancel(self) -> None:
+        """All clients leave."""
+        self.future.cancel()
 
 
 class RunningStack:
@@ -141,6 +160,27 @@ class RunningStack:
         """Runs requests undisturbed, all at once."""
         return self.wait(run_requests(self.url, self.model, requests))
 
+    def load(self, requests: list[Request], tokens: int = 15) -> Load:
+        """Starts requests and returns when every streamed one has delivered `tokens` tokens."""
+        load = Load()
+        work = run_requests(self.url, self.model, requests, progress=lambda answers: setattr(load, "live", answers))
+        load.future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        self.until(
+            lambda: (
+                bool(load.live) and all(len(a.token_ids) >= tokens or a.error for a in load.live if a.request.streamed)
+            )
+        )
+        return load
+
+    def migrate(self, source: Instance, target: Instance, **fields: Any) -> str:
+        """Starts a migration by the API and returns its id."""
+        answer = self.post("/api/v1/migrations", {"source": source.id, "target": target.id, **fields})
+        assert answer.status_code == 201, answer.text
+        return str(answer.json()["id"])
+
+    def compared(self, references: list[Answer], answers: list[Answer], migration: Migration) -> list[Verdict]:
+        return verdicts(references, answers, migration.requests)
+
     def migrate_under_load(self, requests: list[Request], **options: Any) -> MigrationRun:
         """Moves everything from the active instance to the standby while `requests` run, and compares."""
         source, target = self.active().id, self.standby().id
@@ -156,6 +196,42 @@ class RunningStack:
                 return await Panel(session).finished(job_id)
 
         return self.wait(wait())
+
+    def until(self, condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+        """Polls until the condition holds. The limit is for what never happens, not a measurement."""
+        ends_at = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < ends_at, "it did not happen"
+            time.sleep(0.05)
+
+    # -- instances -----------------------------------------------------------------------------------------------------
+
+    def remember_roles(self) -> tuple[Instance, Instance]:
+        """Waits until one instance is active and the other a standby; returns them."""
+
+        def settled() -> bool:
+            return sorted(row["status"] for row in self.rows()) == ["active", "standby"]
+
+        self.until(settled)
+        return self.active(), self.standby()
+
+    def status(self, instance: Instance) -> dict[str, Any]:
+        status: dict[str, Any] = self.instance_get(instance, "/vllm_hi/status")
+        return status
+
+    def free_blocks(self, instance: Instance) -> int:
+        return int(self.status(instance)["kv"]["free_blocks"])
+
+    @contextmanager
+    def faults(self, instance: Instance, **faults: float | bool) -> Iterator[None]:
+        """Lets an instance misbehave in named ways (vllm_plugin/faults.py) for as long as the block runs."""
+        answer = self.instance_post(instance, "/vllm_hi/faults", faults)
+        assert answer.status_code == 200, answer.text
+        try:
+            yield
+        finally:
+            if instance.process.running:
+                self.instance_post(instance, "/vllm_hi/faults", {})
 
     # -- accidents -----------------------------------------------------------------------------------------------------
 

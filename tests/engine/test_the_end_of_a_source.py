@@ -1,0 +1,19 @@
+"""`destroy_source`: when the last request has left, the source's process ends. Runs last, for it takes an instance away."""
+
+from __future__ import annotations
+
+from benchmarks.streams import mixed_requests
+from tests.engine.conftest import RunningStack
+
+
+def test_the_source_ends_itself_after_its_requests_have_left(stack: RunningStack) -> None:
+    source, target = stack.remember_roles()
+    run = stack.migrate_under_load(mixed_requests(3, tokens=160, salt=71), migration_type="destroy_source")
+
+    assert run.migration.job["state"] == "done", run.migration.job
+    assert all(verdict.exact and verdict.cut_at is not None for verdict in run.verdicts), run.verdicts
+    stack.until(lambda: not source.process.running)
+    assert stack.active().id == target.id
+    rows = {row["vllm_hi_id"]: row["status"] for row in stack.rows()}
+    assert rows[source.id] == "destroyed"
+    assert not stack.run(mixed_requests(1, tokens=12, salt=72))[0].error
