@@ -22,7 +22,7 @@ def test_garbage_on_the_data_and_control_ports(stack: RunningStack) -> None:
                     pass  # A greeting and a refusal at most; then the other side closes.
     answers = stack.run(mixed_requests(1, tokens=12, salt=61))
     assert not answers[0].error
-    log = source.process.log_path.read_text(errors="replace")
+    log = source.process.log.read_text(errors="replace")
     assert "closed a connection from 127.0.0.1" in log
     assert "Traceback" not in log.rpartition("closed a connection")[2]
 

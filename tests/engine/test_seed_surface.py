@@ -1,4 +1,4 @@
-"""The `curl` sequence of the first public description of this protocol, with a token header, against the real product."""
+"""The `curl` sequence that users of the protocol know, with a token header, against the real product."""
 
 from __future__ import annotations
 

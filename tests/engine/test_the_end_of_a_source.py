@@ -1,4 +1,4 @@
-"""`destroy_source`: when the last request has left, the source's process ends. Runs last, for it takes an instance away."""
+"""`destroy_source`: when the last request has left, the source ends. Runs last, for it takes an instance away."""
 
 from __future__ import annotations
 
