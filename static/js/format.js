@@ -11,7 +11,7 @@ export function size(bytes) {
   if (bytes == null) return NO_VALUE;
   let value = Number(bytes);
   for (const unit of ["B", "kB", "MB", "GB"]) {
-    if (value < 1000) return unit === "B" ? `${value} B` : `${value < 100 ? value.toFixed(1) : value.toFixed(0)} ${unit}`;
+    if (value < 1000) return unit === "B" ? `${value.toFixed(0)} B` : `${value < 100 ? value.toFixed(1) : value.toFixed(0)} ${unit}`;
     value /= 1000;
   }
   return `${value.toFixed(1)} TB`;

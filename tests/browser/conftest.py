@@ -91,7 +91,12 @@ def site_url(django_db_setup: None) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(10)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            # Daphne waits for connections that a failed test left open.
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture(scope="package")

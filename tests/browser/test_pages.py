@@ -6,6 +6,7 @@ import re
 
 from playwright.sync_api import BrowserContext, Page, expect
 
+from instances.templatetags import formats
 from migrations_app.choices import MigrationState as S
 from migrations_app.models import MigrationJob
 from tests.browser import factories
@@ -270,3 +271,19 @@ def test_an_unknown_page_offers_a_way_back(operator: Page) -> None:
     assert answer is not None and answer.status == 404
     operator.get_by_role("main").get_by_role("link", name="Dashboard").click()
     expect(operator.get_by_role("heading", level=1)).to_have_text("Dashboard")
+
+
+def test_numbers_look_alike_from_the_server_and_from_the_script(operator: Page) -> None:
+    """Else a value would change its form when the first update arrives."""
+    operator.goto("/")
+    values = [0, 1, 9.96, 61.3, 999, 1000, 9999.5, 12_400_000, 123_456_789_012, 0.031, 59.94, 75, 3725, None]
+    scripted = operator.evaluate(
+        """async (values) => {
+          const format = await import("/static/js/format.js");
+          const names = ["size", "milliseconds", "seconds", "times"];
+          return Object.fromEntries(names.map((name) => [name, values.map((value) => format[name](value))]));
+        }""",
+        values,
+    )
+    for name, shown in scripted.items():
+        assert shown == [getattr(formats, name)(value) for value in values], name
