@@ -20,7 +20,7 @@ __all__ = ["ControlLink", "ControlLinks"]
 log = logging.getLogger(__name__)
 
 PING_EVERY_S = 5.0
-BACKOFF_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
+BACKOFF_S = (0.1, 0.25, 0.5, 1.0, 2.0)
 #: How long a message waits for a lost connection to come back: longer than A's last-resort lease it would only confuse.
 KEEP_UNSENT_S = 10.0
 

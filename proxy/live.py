@@ -8,9 +8,9 @@ import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, Literal
 
-import redis.asyncio as redis
 from redis.exceptions import RedisError
 
+from proxy.routing import REDIS_TIMEOUT_S, close_redis, connect_redis
 from proxy.settings import ProxySettings
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class LiveStreams:
         return self._outcomes.get(ticket, "discarded")
 
     def instances_in_use(self) -> set[str]:
-        return {stream.instance_id for stream in self._streams.values()}
+        return {instance_id for stream in self._streams.values() for instance_id in stream.instances}
 
     def describe(self) -> list[dict[str, Any]]:
         """Returns `{stream_id, model, instance, tokens, age_s, last_token_age_s, legs}` per stream; ages in seconds."""
@@ -64,16 +64,14 @@ class LiveStreams:
     async def publish(self, settings: ProxySettings) -> None:
         """Writes the list to Redis each second until cancelled."""
         key = f"{settings.key_prefix}streams:{settings.worker_id}"
-        client = redis.from_url(settings.redis_url, socket_connect_timeout=2.0, socket_timeout=5.0)
+        client = connect_redis(settings.redis_url)
         try:
             while True:
                 try:
-                    await client.set(key, json.dumps(self.describe()), ex=EXPIRES_S)
+                    async with asyncio.timeout(REDIS_TIMEOUT_S):
+                        await client.set(key, json.dumps(self.describe()), ex=EXPIRES_S)
                 except (RedisError, OSError, TimeoutError) as error:
                     log.debug("stream list not published: %s", error)
                 await asyncio.sleep(PUBLISH_EVERY_S)
         finally:
-            try:
-                await client.aclose()
-            except (RedisError, OSError):
-                pass
+            await close_redis(client)

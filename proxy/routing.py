@@ -17,9 +17,11 @@ from redis.exceptions import RedisError
 from proxy.errors import model_not_found, no_instance
 from proxy.settings import ProxySettings
 
-__all__ = ["Instance", "Model", "Route", "Routing", "RoutingTable"]
+__all__ = ["Instance", "Model", "Route", "Routing", "RoutingTable", "close_redis", "connect_redis"]
 
 log = logging.getLogger(__name__)
+
+REDIS_TIMEOUT_S = 5.0
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -58,7 +60,7 @@ class Routing:
         self.table = RoutingTable()
         self.load: Counter[str] = Counter()
         self._settings = settings
-        self._connected = connected
+        self.connected = connected
         self._sending: Counter[int] = Counter()
         self._listeners: list[Callable[[RoutingTable], None]] = []
         self._wake = asyncio.Event()
@@ -85,9 +87,14 @@ class Routing:
         if not candidates:
             raise no_instance(model, self._settings.retry_after_s)
         # An instance whose control connection is down can serve, but not hand over: it comes last.
-        best = min(candidates, key=lambda i: (not self._connected(i), self.load[i]))
+        best = min(candidates, key=lambda i: (not self.connected(i), self.load[i]))
         self._sending[self.table.version] += 1
         return Route(best, self.table.instances[best].base_url, self.table.version)
+
+    def instance_at(self, base_url: str) -> str | None:
+        """Returns the id of the instance that answers at `base_url`, None if the table has none."""
+        target = base_url.rstrip("/")
+        return next((i for i, x in self.table.instances.items() if x.base_url.rstrip("/") == target), None)
 
     def sent(self, route: Route) -> None:
         """The request of `route` has been written to its instance, or never will be."""
@@ -122,40 +129,42 @@ class Routing:
         """Keeps the table fresh and the acknowledgement alive until cancelled. A lost Redis changes nothing here."""
         lost = False
         while True:
-            client = redis.from_url(self._settings.redis_url, socket_connect_timeout=2.0, socket_timeout=5.0)
+            client = connect_redis(self._settings.redis_url)
+            pubsub = client.pubsub()
             try:
-                async with client.pubsub() as pubsub:
+                async with asyncio.timeout(REDIS_TIMEOUT_S):
                     await pubsub.subscribe(f"{self._settings.key_prefix}routing")
-                    if lost:
-                        log.info("redis is back")
-                    lost = False
-                    listen = asyncio.create_task(self._listen(pubsub))
-                    try:
-                        await self._poll(client, listen)
-                    finally:
-                        listen.cancel()
-                        await asyncio.gather(listen, return_exceptions=True)
+                if lost:
+                    log.info("redis is back")
+                lost = False
+                listen = asyncio.create_task(self._listen(pubsub))
+                try:
+                    await self._poll(client, listen)
+                finally:
+                    listen.cancel()
+                    await asyncio.gather(listen, return_exceptions=True)
             except (RedisError, OSError, TimeoutError) as error:
                 if not lost:
                     log.warning("redis is lost, serving with routing table version %d: %s", self.table.version, error)
                 lost = True
             finally:
-                await _close(client)
+                await close_redis(pubsub)
+                await close_redis(client)
             await asyncio.sleep(self._settings.poll_s)
 
     async def _listen(self, pubsub: Any) -> None:
-        while True:  # an explicit timeout: without one the client's socket timeout would end the wait with an error
-            if await pubsub.get_message(ignore_subscribe_messages=True, timeout=30.0) is not None:
-                self._wake.set()
+        async for _ in pubsub.listen():
+            self._wake.set()
 
     async def _poll(self, client: Any, listen: asyncio.Task[None]) -> None:
         while not listen.done():
             self._wake.clear()
-            raw = await client.get(f"{self._settings.key_prefix}routing")
-            if raw is not None:
-                self._read(raw)
-            ack = {"version": self.acknowledged(), "seen_at": time.time()}
-            await client.hset(f"{self._settings.key_prefix}routing:acks", self._settings.worker_id, json.dumps(ack))
+            async with asyncio.timeout(REDIS_TIMEOUT_S):
+                raw = await client.get(f"{self._settings.key_prefix}routing")
+                if raw is not None:
+                    self._read(raw)
+                ack = json.dumps({"version": self.acknowledged(), "seen_at": time.time()})
+                await client.hset(f"{self._settings.key_prefix}routing:acks", self._settings.worker_id, ack)
             try:
                 async with asyncio.timeout(self._settings.poll_s):
                     await self._wake.wait()
@@ -174,7 +183,16 @@ class Routing:
             self.install(table)
 
 
-async def _close(client: Any) -> None:
+def connect_redis(url: str) -> redis.Redis:
+    """Returns a client without a socket timeout; callers put `asyncio.timeout` around what they do.
+
+    With one, redis-py uses `asyncio.wait_for`, which on Python 3.11 can swallow the cancellation of its caller.
+    """
+    return redis.from_url(url, socket_connect_timeout=2.0)
+
+
+async def close_redis(client: Any) -> None:
+    """Closes a client or a subscription; that Redis is away already is no error."""
     try:
         await client.aclose()
     except (RedisError, OSError, TimeoutError):

@@ -128,6 +128,11 @@ class LiveStream:
             "legs": (self._leg is not None) + (self._second is not None),
         }
 
+    @property
+    def instances(self) -> set[str]:
+        """The instances whose notices this stream may still need."""
+        return {self.instance_id} | ({self._second.leg.instance_id} if self._second is not None else set())
+
     # -- legs ----------------------------------------------------------------------------------------------------------
 
     def _open_first(self, tried: frozenset[str]) -> None:
@@ -192,10 +197,13 @@ class LiveStream:
         """Opens the second leg; `LegOpened` is sent when its request is written, or has failed."""
         second = self._second
         if second is None:
-            instances = self._context.routing.table.instances
-            target = message.base_url.rstrip("/")
-            instance_id = next((i for i, x in instances.items() if x.base_url.rstrip("/") == target), target)
-            leg = self._open_leg(message.base_url, instance_id, message.ticket)
+            routing = self._context.routing
+            instance_id = routing.instance_at(message.base_url)
+            if instance_id is not None and not routing.connected(instance_id):
+                text = f"there is no control connection to {instance_id}, which would have to say when it takes over"
+                link.send(LegOpened(message.call, False, "target_not_connected", text))
+                return
+            leg = self._open_leg(message.base_url, instance_id or message.base_url, message.ticket)
             second = self._second = SecondLeg(leg, message.ticket, link)
         elif second.ticket != message.ticket:
             text = "the stream has a second leg already; close that one first"
@@ -399,16 +407,15 @@ class LiveStream:
             return True
         if leg.ended is None:
             return False
-        if leg.ended == "broken" or head.status >= 500:
-            if self._may_move:
-                return False
-            if leg.ended == "broken":
-                raise upstream_lost()
+        if self._may_move and (leg.ended == "broken" or head.status >= 500):
+            return False
         if self._second is not None:
             self._drop_second("finished")
         if self._started:  # leg one had begun to stream, and leg two, which owns the stream, answers with an error
             await self._finish(error_event(upstream_lost()))
             return True
+        if leg.ended == "broken":
+            raise upstream_lost()
         self._over = True
         await self._start(head, rewritten=False)
         await self._finish(b"".join(self._collected))

@@ -64,7 +64,7 @@ class Exchange:
         self._inbox.put_nowait({"type": "http.disconnect"})
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with self._changed, asyncio.timeout(5.0):
+        async with self._changed, asyncio.timeout(20.0):
             await self._changed.wait_for(condition)
 
     async def contains(self, text: str, count: int = 1) -> None:
@@ -73,7 +73,7 @@ class Exchange:
 
     async def end(self) -> bytes:
         """Waits until the application has returned; re-raises what it raised."""
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(20.0):
             await self.task
         return self.body
 

@@ -32,7 +32,7 @@ from vllm_plugin.wire import (
 Message = TypeVar("Message", bound=msgspec.Struct)
 
 EVERYTHING = 1_000_000
-PATIENCE_S = 5.0
+PATIENCE_S = 20.0
 
 
 @dataclass
@@ -121,6 +121,10 @@ class FakeInstance:
         self.base_url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         self._server = await asyncio.start_server(self._control, "127.0.0.1", 0)
         self.control_port: int = self._server.sockets[0].getsockname()[1]
+
+    async def stop_serving(self) -> None:
+        """Closes the HTTP port; the control port stays open."""
+        await self._runner.cleanup()
 
     async def stop(self) -> None:
         self._server.close()
@@ -241,7 +245,7 @@ class FakeInstance:
                 message = decode_frame(await read_frame_async(reader))
                 if not isinstance(message, Ping):
                     await self._note(self.received, message)
-        except (EOFError, ConnectionError):
+        except (EOFError, ConnectionError, asyncio.CancelledError):
             pass
         finally:
             async with self._changed:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,6 +15,7 @@ from proxy.app import ProxyApp, create_proxy
 from proxy.routing import RoutingTable
 from proxy.settings import ProxySettings
 from tests.fakes.answers import make_tokens
+from tests.fakes.broker import Broker
 from tests.fakes.client import Client, Exchange
 from tests.fakes.instance import FakeInstance, Generation
 from vllm_plugin.wire import Freezing, LegOpened, OpenLeg, Producing
@@ -28,7 +32,7 @@ def settings(**changes: object) -> ProxySettings:
         "redis_url": "redis://127.0.0.1:1/0",
         "join_token": TOKEN,
         "worker_id": WORKER,
-        "patience_s": 0.3,
+        "patience_s": 30.0,
         "poll_s": 0.05,
         **changes,
     }
@@ -44,6 +48,13 @@ def table(version: int, active: list[str], *instances: FakeInstance) -> RoutingT
         },
         RoutingTable,
     )
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Waits for what nobody can be asked to announce."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 @dataclass
@@ -69,8 +80,14 @@ class Rig:
         await exchange.contains("finish_reason", tokens + 1)
         return on_a
 
-    def freeze(self, on_a: Generation, ticket: str = TICKET) -> None:
+    async def freeze(self, on_a: Generation, ticket: str = TICKET) -> None:
+        """Announces a handover and waits until the proxy knows."""
         self.a.send(Freezing(on_a.stream_id, ticket))
+        stream = self.app.live.get(on_a.stream_id)
+        await until(lambda: stream is None or stream._second is None or stream._may_move)
+
+    def lose_patience(self) -> None:
+        object.__setattr__(self.app.settings, "patience_s", 0.2)
 
     def produce(self, on_a: Generation, tokens: int, ticket: str = TICKET) -> None:
         self.b.send(Producing(on_a.stream_id, ticket, tokens))
@@ -103,3 +120,10 @@ async def rig(a: FakeInstance, b: FakeInstance) -> AsyncIterator[Rig]:
     yield rig
     await rig.client.close()
     await app.stop()
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    broker = Broker(tmp_path / "valkey.log", WORKER)
+    yield broker
+    broker.stop()

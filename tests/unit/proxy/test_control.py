@@ -102,7 +102,7 @@ async def test_one_slow_second_leg_does_not_hold_up_other_notices(rig: Rig) -> N
     first, second = await rig.a.generation(0), await rig.a.generation(1)
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0, backlog=1)
     port = server.sockets[0].getsockname()[1]
-    rig.a.send(OpenLeg(1, first.stream_id, "t1", f"http://127.0.0.1:{port}"))
+    rig.a.send(OpenLeg(1, first.stream_id, "t1", f"http://127.0.0.1:{port}"))  # accepts and never answers
     rig.a.send(OpenLeg(2, second.stream_id, "t2", rig.b.base_url))
     rig.a.send(OpenLeg(3, "nobody", "t3", rig.b.base_url))
     await rig.a.expect(LegOpened, 2)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from proxy.cut import Cut
@@ -43,6 +43,9 @@ def partitions(draw: st.DrawFn, total: int) -> list[int]:
     return groups
 
 
+#: How long an example takes says something about the machine only.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 
 
@@ -68,6 +71,7 @@ def handovers(draw: st.DrawFn) -> tuple[list[Token], Shape, list[list[bytes]]]:
     return tokens, shape, legs
 
 
+@unhurried
 @given(handovers())
 def test_any_legs_and_any_cut_give_the_whole_answer_once(case: tuple[list[Token], Shape, list[list[bytes]]]) -> None:
     tokens, shape, legs = case
@@ -78,6 +82,7 @@ def test_any_legs_and_any_cut_give_the_whole_answer_once(case: tuple[list[Token]
     assert_same_answer(got, expected)
 
 
+@unhurried
 @given(handovers())
 def test_a_client_that_did_not_ask_gets_no_token_ids(case: tuple[list[Token], Shape, list[list[bytes]]]) -> None:
     tokens, shape, legs = case

@@ -14,6 +14,7 @@ from vllm_plugin.wire import (
     CloseLeg,
     Discarded,
     FirstToken,
+    Freezing,
     LegOpened,
     OpenLeg,
     Producing,
@@ -42,7 +43,7 @@ async def test_a_stream_goes_on_where_it_was(rig: Rig, path: str, merged: int) -
     on_a, on_b = await rig.attach()
     assert on_b.body == {**on_a.body, "vllm_xargs": {**on_a.body["vllm_xargs"], "vllm_hi_ticket": TICKET}}
     assert on_b.headers["x-request-id"] == f"{on_a.stream_id}-2"
-    rig.freeze(on_a)
+    await rig.freeze(on_a)
     on_b.commit(merged)
     on_b.release()
     rig.produce(on_a, 12)
@@ -81,7 +82,7 @@ async def test_nothing_of_leg_two_is_forwarded_before_the_switch(rig: Rig) -> No
     exchange = rig.client.chat()
     await rig.deliver(exchange, 5)
     on_a, on_b = await rig.attach()
-    rig.freeze(on_a)
+    await rig.freeze(on_a)
     on_b.commit(8)
     on_b.release(10)
     await asyncio.sleep(0.05)
@@ -114,7 +115,7 @@ async def test_before_the_first_event_leg_two_is_forwarded_whole(rig: Rig) -> No
 async def test_a_whole_answer_moves(rig: Rig) -> None:
     exchange = rig.client.chat(stream=False)
     on_a, on_b = await rig.attach()
-    rig.freeze(on_a)
+    await rig.freeze(on_a)
     rig.produce(on_a, 20)
     await gone(on_a)
     on_b.commit()
@@ -128,7 +129,7 @@ async def test_a_whole_answer_moves(rig: Rig) -> None:
 async def test_an_answer_that_b_completes_before_its_notice_arrives_is_kept(rig: Rig) -> None:
     exchange = rig.client.chat(stream=False)
     on_a, on_b = await rig.attach()
-    rig.freeze(on_a)
+    await rig.freeze(on_a)
     on_b.commit()
     on_b.release()
     await gone(on_b)
@@ -181,12 +182,23 @@ async def test_there_is_only_one_second_leg(rig: Rig) -> None:
 async def test_an_instance_that_cannot_be_reached_is_reported(rig: Rig) -> None:
     exchange = rig.client.chat()
     on_a = await rig.a.generation()
-    rig.a.send(OpenLeg(1, on_a.stream_id, TICKET, "http://127.0.0.1:1"))
+    await rig.b.stop_serving()
+    rig.a.send(OpenLeg(1, on_a.stream_id, TICKET, rig.b.base_url))
     opened = await rig.a.expect(LegOpened)
     assert (opened.ok, opened.code) == (False, "connect_failed")
     assert not rig.a.all(Discarded)
     on_a.release()
     assert read_stream(await exchange.end()).text == TEXT
+
+
+async def test_an_instance_that_could_not_give_notice_gets_no_leg(rig: Rig) -> None:
+    rig.client.chat()
+    on_a = await rig.a.generation()
+    rig.app.routing.connected = lambda instance_id: instance_id != "inst-b"
+    rig.a.send(OpenLeg(1, on_a.stream_id, TICKET, rig.b.base_url))
+    opened = await rig.a.expect(LegOpened)
+    assert (opened.ok, opened.code) == (False, "target_not_connected")
+    assert not rig.b.generations
 
 
 async def test_opened_means_written_not_answered(rig: Rig) -> None:
@@ -233,8 +245,9 @@ async def test_a_second_leg_that_was_never_parked_is_discarded(rig: Rig) -> None
 async def test_patience_ends(rig: Rig) -> None:
     exchange = rig.client.chat()
     await rig.deliver(exchange, 3)
+    rig.lose_patience()
     on_a, on_b = await rig.attach()
-    rig.freeze(on_a)
+    rig.a.send(Freezing(on_a.stream_id, TICKET))
     assert (await rig.a.expect(Discarded)).reason == "patience"
     await gone(on_b)
     rig.produce(on_a, 3)  # too late
@@ -244,7 +257,7 @@ async def test_patience_ends(rig: Rig) -> None:
 async def test_close_leg_closes_leg_two_and_says_nothing(rig: Rig) -> None:
     exchange = rig.client.chat()
     on_a, on_b = await rig.attach()
-    rig.freeze(on_a)
+    await rig.freeze(on_a)
     rig.a.send(CloseLeg(on_a.stream_id, "another", "abort"))
     rig.a.send(CloseLeg(on_a.stream_id, TICKET, "abort"))
     await gone(on_b)
@@ -268,7 +281,7 @@ async def test_a_client_that_has_more_tokens_than_b_stays_on_a(rig: Rig) -> None
     exchange = rig.client.chat()
     await rig.deliver(exchange, 6)
     on_a, on_b = await rig.attach()
-    rig.freeze(on_a)
+    await rig.freeze(on_a)
     rig.produce(on_a, 5)
     assert (await rig.a.expect(Discarded)).reason == "client_ahead"
     await gone(on_b)
@@ -279,7 +292,7 @@ async def test_a_client_that_has_more_tokens_than_b_stays_on_a(rig: Rig) -> None
 async def test_leg_one_that_finishes_first_wins(rig: Rig, streamed: bool) -> None:
     exchange = rig.client.chat(stream=streamed)
     on_a, on_b = await rig.attach()
-    rig.freeze(on_a)
+    await rig.freeze(on_a)
     on_a.release()
     await exchange.end()
     assert (await rig.a.expect(Discarded)).reason == "finished"
@@ -297,7 +310,7 @@ async def test_resolve_before_the_switch_closes_leg_two_first(rig: Rig) -> None:
     exchange = rig.client.chat()
     await rig.deliver(exchange, 3)
     on_a, on_b = await rig.attach()
-    rig.freeze(on_a)
+    await rig.freeze(on_a)
     rig.a.send(Resolve(7, on_a.stream_id, TICKET))
     assert await rig.a.expect(Resolved) == Resolved(7, "discarded")
     await gone(on_b)
@@ -327,7 +340,7 @@ async def test_a_dies_after_the_commit_and_b_goes_on(rig: Rig, how: str) -> None
     exchange = rig.client.chat()
     await rig.deliver(exchange, 6)
     on_a, on_b = await rig.attach()
-    rig.freeze(on_a)
+    await rig.freeze(on_a)
     on_b.commit(8)
     on_b.release()
     if how == "connection":
@@ -341,11 +354,11 @@ async def test_a_dies_after_the_commit_and_b_goes_on(rig: Rig, how: str) -> None
 
 
 async def test_a_dies_frozen_and_b_never_produces(rig: Rig) -> None:
+    rig.lose_patience()
     exchange = rig.client.chat()
     await rig.deliver(exchange, 6)
     on_a, on_b = await rig.attach()
-    rig.freeze(on_a)
-    await asyncio.sleep(0.02)
+    await rig.freeze(on_a)
     on_a.die()
     got = read_stream(await exchange.end())
     assert [error["code"] for error in got.errors] == ["upstream_lost"] and got.done == 0
@@ -355,8 +368,7 @@ async def test_a_dies_frozen_and_b_never_produces(rig: Rig) -> None:
 async def test_a_whole_answer_survives_the_death_of_a(rig: Rig) -> None:
     exchange = rig.client.chat(stream=False)
     on_a, on_b = await rig.attach()
-    rig.freeze(on_a)
-    await asyncio.sleep(0.02)
+    await rig.freeze(on_a)
     on_a.die()
     await asyncio.sleep(0.02)
     rig.produce(on_a, 8)
@@ -372,7 +384,7 @@ async def test_b_dies_after_the_switch(rig: Rig, streamed: bool) -> None:
     if streamed:
         await rig.deliver(exchange, 3)
     on_a, on_b = await rig.attach()
-    rig.freeze(on_a)
+    await rig.freeze(on_a)
     rig.produce(on_a, 3)
     await rig.a.expect(Switched)
     on_b.die()
@@ -384,12 +396,31 @@ async def test_b_dies_after_the_switch(rig: Rig, streamed: bool) -> None:
         assert (exchange.status, exchange.json()["error"]["code"]) == (502, "upstream_lost")
 
 
+@pytest.mark.parametrize("begun", [True, False])
+async def test_b_answers_with_an_error_after_the_switch(rig: Rig, begun: bool) -> None:
+    exchange = rig.client.chat()
+    if begun:
+        await rig.deliver(exchange, 3)
+    on_a, on_b = await rig.attach()
+    rig.produce(on_a, 3)
+    await rig.a.expect(Switched)
+    on_b.refuse(500)
+    await exchange.end()
+    if begun:
+        got = read_stream(exchange.body)
+        assert ([error["code"] for error in got.errors], got.done) == (["upstream_lost"], 0)
+    elif exchange.status == 200:  # the head of leg one was with the client already
+        assert len(read_stream(exchange.body).errors) == 1
+    else:
+        assert exchange.status == 500
+
+
 @pytest.mark.parametrize("switched", [False, True])
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_client_that_leaves_closes_both_legs(rig: Rig, streamed: bool, switched: bool) -> None:
     exchange = rig.client.chat(stream=streamed)
     on_a, on_b = await rig.attach()
-    rig.freeze(on_a)
+    await rig.freeze(on_a)
     if switched:
         on_b.commit(1)
         rig.produce(on_a, 1)

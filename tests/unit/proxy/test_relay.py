@@ -10,7 +10,7 @@ import pytest
 
 from tests.fakes.answers import Shape, document, events, read_stream
 from tests.fakes.instance import FakeInstance
-from tests.unit.proxy.conftest import ANSWER, WORKER, Rig, table
+from tests.unit.proxy.conftest import ANSWER, WORKER, Rig, table, until
 
 
 async def test_a_stream_reaches_a_client_that_asked_for_token_ids_byte_by_byte(rig: Rig) -> None:
@@ -179,7 +179,7 @@ async def test_no_active_instance_is_503_with_retry_after(rig: Rig) -> None:
 
 
 async def test_an_instance_that_does_not_answer_is_passed_over(rig: Rig) -> None:
-    await rig.a._runner.cleanup()
+    await rig.a.stop_serving()
     exchange = rig.client.chat()
     await exchange.end()
     assert (exchange.status, exchange.header("retry-after")) == (503, "2")
@@ -251,11 +251,13 @@ async def test_a_client_that_does_not_read_holds_a_bounded_amount(rig: Rig) -> N
     filler = b": " + b"x" * 65536 + b"\n\n"
     for _ in range(1000):
         on_a.insert(filler)
-    await asyncio.sleep(0.3)
     (stream,) = rig.app.live._streams.values()
     leg: Any = stream._leg
-    assert 0 < leg._buffered <= 2 * rig.app.settings.max_buffered_bytes
-    assert len(on_a.extra) > 500
+    limit = rig.app.settings.max_buffered_bytes
+    await until(lambda: leg._buffered >= limit)
+    await asyncio.sleep(0.1)
+    assert leg._buffered <= 2 * limit
+    assert len(on_a.extra) > 500  # the instance feels it
 
 
 async def test_the_live_list_names_what_the_panel_shows(rig: Rig) -> None:
