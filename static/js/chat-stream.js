@@ -26,11 +26,11 @@ async function* events(body) {
 
 /**
  * @param {object} body what is POSTed to /v1/chat/completions
- * @param {{signal: AbortSignal, onStart: (streamId: string|null) => void, onTokens: (text: string, tokens: number) => void}} handlers
+ * @param {{signal: AbortSignal, onStart: (streamId: string|null) => void, onId: (id: string) => void, onTokens: (text: string, tokens: number) => void}} handlers
  * @returns {Promise<{finishReason: string|null, usage: object|null}>}
  * @throws {Error} with the server's sentence when the request is refused or the stream ends in an error event
  */
-export async function streamChat(body, { signal, onStart, onTokens }) {
+export async function streamChat(body, { signal, onStart, onId, onTokens }) {
   const response = await fetch("/v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
@@ -44,9 +44,14 @@ export async function streamChat(body, { signal, onStart, onTokens }) {
   onStart(response.headers.get("x-vllm-hi-stream"));
   let finishReason = null;
   let usage = null;
+  let id = null;
   for await (const event of events(response.body)) {
     if (event.error) throw new Error(event.error.message ?? "The stream ended with an error.");
     usage = event.usage ?? usage;
+    if (id === null && event.id) {
+      id = event.id;
+      onId(id);
+    }
     const choice = event.choices?.[0];
     if (!choice) continue;
     const text = choice.delta?.content ?? "";

@@ -24,6 +24,7 @@ class StreamCard {
     this.abort = new AbortController();
     this.tokens = 0;
     this.streamId = null;
+    this.answerId = null;
     this.instance = null;
     this.seenUpTo = 0;
     this.lastAt = null;
@@ -51,6 +52,7 @@ class StreamCard {
           this.streamId = streamId;
           this.setState("streaming", "busy");
         },
+        onId: (id) => (this.answerId = id),
         onTokens: (text, tokens) => this.take(text, tokens),
       });
       if (usage) this.tokens = usage.completion_tokens;
@@ -95,6 +97,11 @@ class StreamCard {
     this.part("longest").textContent = longest === null ? "–" : `${milliseconds(longest)} (${times(longest / Math.max(median, 0.1))})`;
   }
 
+  /** The proxy names the stream in a header; without it, the id of the answer contains the name. */
+  isAnswerOf(streamId) {
+    return this.streamId === streamId || (!this.streamId && Boolean(this.answerId?.includes(streamId)));
+  }
+
   /** Takes note of where the proxy says this stream runs. */
   placed(instance) {
     if (this.instance && this.instance !== instance) {
@@ -125,13 +132,11 @@ async function loadModels() {
 }
 
 async function lookUpInstances() {
-  const wanted = [...live].filter((card) => card.streamId);
-  if (!wanted.length) return;
+  if (!live.size) return;
   const { streams } = await getJson(form.dataset.streamsUrl);
-  const byId = new Map(streams.map((stream) => [stream.stream_id, stream.instance]));
-  for (const card of wanted) {
-    const instance = byId.get(card.streamId);
-    if (instance) card.placed(instance);
+  for (const card of live) {
+    const stream = streams.find((candidate) => card.isAnswerOf(candidate.stream_id));
+    if (stream) card.placed(stream.instance);
   }
 }
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
 from django.conf import settings
 from django.db import connection
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
@@ -62,6 +63,15 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _forget_jobs() -> None:
+    """Takes the migrations that pages started out of the queue, where no worker waits for them."""
+    client = redis.Redis.from_url(with_database(settings.REDIS_URL, REDIS_DATABASE))
+    leftovers = [*client.scan_iter("celery*"), *client.scan_iter("_kombu*"), *client.scan_iter("vllm_hi:*")]
+    if leftovers:
+        client.delete(*leftovers)
+    client.close()
+
+
 @pytest.fixture(scope="package")
 def site_url(django_db_setup: None) -> Iterator[str]:
     """Base URL of a panel that Daphne serves."""
@@ -97,6 +107,7 @@ def site_url(django_db_setup: None) -> Iterator[str]:
             # Daphne waits for connections that a failed test left open.
             process.kill()
             process.wait()
+        _forget_jobs()
 
 
 @pytest.fixture(scope="package")

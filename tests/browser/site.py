@@ -63,10 +63,13 @@ class StandInProxy:
             )
             return
         self._streams += 1
-        await self._stream(f"s-{self._streams}", wish, send)
+        await self._stream(f"stream-{self._streams:04d}", wish, send)
 
     async def _stream(self, stream_id: str, wish: dict[str, Any], send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream"), (b"x-vllm-hi-stream", stream_id.encode())]
+        headers = [(b"content-type", b"text/event-stream")]
+        # Every second one only, so that pages also have to find a stream by the id of its answer.
+        if self._streams % 2:
+            headers.append((b"x-vllm-hi-stream", stream_id.encode()))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         total = int(wish["max_tokens"])
         for index in range(total):
@@ -78,7 +81,7 @@ class StandInProxy:
             }  # fmt: skip
             connection().set(f"{STREAMS_PREFIX}stand-in-{stream_id}", json.dumps([row]), ex=3)
             choice = {"index": 0, "delta": {"content": WORDS[index % len(WORDS)] + " "}, "token_ids": [index]}
-            await self._event(send, {"choices": [choice]})
+            await self._event(send, {"id": f"chatcmpl-{stream_id}-1", "choices": [choice]})
         await self._event(send, {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
         await self._event(send, {"choices": [], "usage": {"completion_tokens": total}})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
