@@ -38,7 +38,7 @@ class Verdict:
         lost, duplicated: tokens.
         cut_at: tokens at which it was cut, None when it was not moved.
         counted: it was really cut, with enough tokens on each side.
-        gap_ms: time without a token around the cut as this client saw it; None where not streamed or not cut.
+        gap_ms: longest time without a token around the cut as this client saw it; None where not streamed or not cut.
         itl_ms: this client's median time between tokens; None where not streamed.
     """
 
@@ -147,16 +147,24 @@ def _take_times(verdict: Verdict, answer: Answer) -> None:
     delivered = 0
     before: float | None = None
     for when, count in answer.arrivals:
-        crosses = verdict.cut_at is not None and delivered <= verdict.cut_at < delivered + count
         if before is not None:
-            if crosses:
-                verdict.gap_ms = (when - before) * 1000
+            pause = (when - before) * 1000
+            if verdict.cut_at is not None and _near_cut(delivered, count, verdict.cut_at):
+                verdict.gap_ms = max(pause, verdict.gap_ms or 0.0)
             else:
-                spacing.append((when - before) * 1000 / count)
+                spacing.append(pause / count)
         delivered += count
         before = when
     if spacing:
         verdict.itl_ms = statistics.median(spacing)
+
+
+def _near_cut(delivered: int, count: int, cut: int) -> bool:
+    """Whether an event brings one of the tokens around the cut.
+
+    The source's last token may reach the client through the target's replay, so the pause can be one token early.
+    """
+    return delivered <= cut + 1 and cut - 1 < delivered + count
 
 
 def _count_tokens(verdict: Verdict, expected: list[int], got: list[int]) -> None:

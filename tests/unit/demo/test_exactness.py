@@ -110,6 +110,14 @@ def test_the_gap_is_the_time_without_a_token_at_the_cut() -> None:
     assert verdict.itl_ms == pytest.approx(20)
 
 
+def test_a_pause_just_before_the_last_token_of_the_source_is_part_of_the_gap() -> None:
+    # The source's token 30 came through the target's replay, so the client waited for it and not for the next one.
+    arrivals = [(100 + 0.02 * index + (0.5 if index >= 29 else 0), 1) for index in range(60)]
+    (verdict,) = verdicts([_answer(TOKENS)], [_answer(TOKENS, arrivals=arrivals)], [_row(30)])
+    assert verdict.gap_ms == pytest.approx(520)
+    assert verdict.itl_ms == pytest.approx(20)
+
+
 def test_events_with_several_tokens_are_counted_by_tokens() -> None:
     arrivals = [(100.0, 1), (100.1, 29), (100.9, 15), (101.0, 15)]
     (verdict,) = verdicts([_answer(TOKENS)], [_answer(TOKENS, arrivals=arrivals)], [_row(30)])
