@@ -37,7 +37,7 @@ NOT_FORWARDED = HOP_BY_HOP | {
     "x-csrftoken",
 }
 #: The ASGI server writes these itself.
-NOT_RETURNED = HOP_BY_HOP | {"date", "server", "x-request-id", "set-cookie"}
+NOT_RETURNED = HOP_BY_HOP | {"date", "server", "set-cookie", "x-request-id", "x-vllm-hi-stream"}
 
 _PLAIN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 

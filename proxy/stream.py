@@ -427,6 +427,7 @@ class LiveStream:
         self._started = True
         headers = from_upstream(head.headers, rewritten=rewritten)
         headers.append((b"x-request-id", request_id(self._headers, self.stream_id)))
+        headers.append((b"x-vllm-hi-stream", self.stream_id.encode()))
         await self._send({"type": "http.response.start", "status": head.status, "headers": headers})
 
     async def _write(self, data: bytes) -> None:

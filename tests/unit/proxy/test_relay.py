@@ -45,6 +45,7 @@ async def test_events_are_forwarded_one_by_one(rig: Rig) -> None:
     assert len(read_stream(exchange.body).token_ids) == 0
     assert read_stream(exchange.body).text == "".join(t.text for t in ANSWER[:3])
     assert rig.app.streams()[0]["tokens"] == 3
+    assert exchange.header("x-vllm-hi-stream") == rig.app.streams()[0]["stream_id"]
 
 
 async def test_a_whole_answer_is_untouched_and_token_ids_are_not_asked_for(rig: Rig) -> None:
