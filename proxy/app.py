@@ -13,6 +13,7 @@ from proxy.control import ControlLink, ControlLinks
 from proxy.errors import ApiError, model_not_found
 from proxy.leg import client_session
 from proxy.live import LiveStreams
+from proxy.movable import MOVABLE_PATHS
 from proxy.relay import relay_plain
 from proxy.routing import Routing, RoutingTable
 from proxy.settings import ProxySettings
@@ -27,7 +28,6 @@ log = logging.getLogger(__name__)
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
-MOVABLE = frozenset({"/v1/chat/completions", "/v1/completions"})
 #: A list of what is served, not of what is forbidden: instances have operator calls under /v1, too.
 RELAYED = frozenset(
     f"/v1/{name}"
@@ -121,7 +121,7 @@ class ProxyApp:
             _only(method, "GET")
             await _answer(send, 200, json.dumps(self._models(path[len("/v1/models/") :])).encode())
             return
-        if path not in MOVABLE and path not in RELAYED:
+        if path not in MOVABLE_PATHS and path not in RELAYED:
             raise ApiError(404, f"There is no {path} here.", type_="NotFoundError", code="unknown_url")
         _only(method, "POST")
         raw = await self._read(receive)
@@ -131,7 +131,7 @@ class ProxyApp:
         assert self._context is not None
         headers = list(scope["headers"])
         target = path + ("?" + scope["query_string"].decode("latin-1") if scope.get("query_string") else "")
-        if path in MOVABLE:
+        if path in MOVABLE_PATHS:
             work = LiveStream(self._context, request, target, headers, send).serve()
         else:
             work = relay_plain(self._context, request, target, headers, send, uuid.uuid4().hex)

@@ -29,6 +29,7 @@ from proxy.errors import ApiError, error_event, upstream_lost
 from proxy.headers import RawHeaders, from_upstream, request_id, to_upstream
 from proxy.leg import Head, Leg
 from proxy.live import LiveStreams
+from proxy.movable import refusal
 from proxy.pace import Pace
 from proxy.routing import Route, Routing
 from proxy.settings import ProxySettings
@@ -197,6 +198,10 @@ class LiveStream:
         """Opens the second leg; `LegOpened` is sent when its request is written, or has failed."""
         second = self._second
         if second is None:
+            refused = refusal(self._path, self._request.body)
+            if refused is not None:
+                link.send(LegOpened(message.call, False, refused.code, refused.message))
+                return
             routing = self._context.routing
             instance_id = routing.instance_at(message.base_url)
             if instance_id is not None and not routing.connected(instance_id):
