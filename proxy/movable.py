@@ -1,4 +1,4 @@
-"""Which requests can have a second leg: those whose answer a front end repeats exactly when given all tokens at once."""
+"""Which requests can have a second leg: those whose answer a front end repeats exactly from all tokens at once."""
 
 from __future__ import annotations
 
