@@ -139,7 +139,8 @@ def heartbeat(beat: Heartbeat) -> bool:
     with transaction.atomic():
         instance = Instance.objects.select_for_update().filter(vllm_hi_id=beat["vllm_hi_id"]).first()
         if instance is None or instance.status == InstanceStatus.DESTROYED:
-            return False
+            # One that is on its way out after a migration must not come back by registering again.
+            return instance is not None and beat.get("role") == "destroyed"
         before = (instance.status, instance.routed, instance.control_port)
         instance.last_heartbeat_at = timezone.now()
         instance.kv = beat.get("kv", instance.kv)

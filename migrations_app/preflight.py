@@ -68,12 +68,12 @@ class Preflight:
 #: Factors that may differ; the requests move all the same. All others must be equal.
 WARN_ONLY = {
     "vllm_version": "Different releases may round differently: outputs can diverge after the move. Use one release.",
-    "plugin_version": "Install the same release of the plugin on both instances.",
-    "max_num_seqs": "The target runs another number of requests at once; the gap may be longer.",
-    "max_num_batched_tokens": "The target batches differently; tokens may differ in low precision.",
-    "attention_backend": "Another attention kernel may round differently: outputs can diverge after the move.",
-    "device": "Another device may round differently: outputs can diverge after the move.",
+    "cpu_isa": "Another instruction set may round differently: outputs can diverge after the move.",
+    "model": "The names differ though the weights agree; start both from the same model to be sure.",
+    "tokenizer": "Requests that tokenize differently on the target are refused one by one; use the same tokenizer.",
 }
+
+_REMEDIES = {"max_model_len": "Start the target with a --max-model-len that is not below the source's."}
 
 #: Bytes per second that a local copy reached at least in measurements; only used for the estimate.
 ASSUMED_BANDWIDTH = 500e6
@@ -84,23 +84,15 @@ def compare_factors(source: Mapping[str, Any], target: Mapping[str, Any]) -> lis
     checks = []
     for name in sorted(set(source) | set(target)):
         left, right = source.get(name), target.get(name)
-        if name == "max_model_len" and _is_number(left) and _is_number(right) and left != right:
-            longer = float(right) > float(left)  # type: ignore[arg-type]
-            checks.append(
-                Check(
-                    name,
-                    _show(left),
-                    _show(right),
-                    "ok" if longer else "error",
-                    "" if longer else "Start the target with a --max-model-len that is not below the source's.",
-                )
-            )
+        if name == "max_model_len" and left != right and _at_least(right, left):
+            # Longer contexts than the source's do no harm.
+            checks.append(Check(name, _show(left), _show(right), "ok"))
         elif left == right:
             checks.append(Check(name, _show(left), _show(right), "ok"))
         elif name in WARN_ONLY:
             checks.append(Check(name, _show(left), _show(right), "warning", WARN_ONLY[name]))
         else:
-            remedy = f"Start the target with the same {name.replace('_', ' ')} as the source."
+            remedy = _REMEDIES.get(name, f"Start the target with the same {name.replace('_', ' ')} as the source.")
             checks.append(Check(name, _show(left), _show(right), "error", remedy))
     return checks
 
@@ -196,8 +188,12 @@ def _capacity(estimate: Estimate, kv: Mapping[str, Any]) -> Check:
     return Check("free_blocks", f"{needed} needed", f"{free} free", "ok" if enough else "warning", remedy)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _at_least(value: object, least: object) -> bool:
+    """Compares two numbers, which instances send as text."""
+    try:
+        return float(str(value)) >= float(str(least))
+    except ValueError:
+        return False
 
 
 def _show(value: object) -> str:

@@ -230,5 +230,6 @@ LOGGING: dict[str, Any] = {
         "httpx": {"level": "WARNING"},
         "httpcore": {"level": "WARNING"},
         "daphne.http_protocol": {"level": "WARNING"},
+        "axes": {"level": "WARNING"},
     },
 }

@@ -46,6 +46,7 @@ class FakeInstance:
         self.calls: list[tuple[str, Body]] = []
         self.seen_attempt: dict[str, int] = defaultdict(int)
         self.destroyed = False
+        self.stopped = False
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"fake": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -56,6 +57,8 @@ class FakeInstance:
 
     def stop(self) -> None:
         """Also what a killed process looks like from outside: nobody listens any more."""
+        # Connections that are kept alive are threads of their own, which outlive the server.
+        self.stopped = True
         self._server.shutdown()
         self._server.server_close()
 
@@ -83,6 +86,8 @@ class FakeInstance:
         return [body for call, body in self.calls if call == name]
 
     def answer(self, name: str, body: Body) -> Body:
+        if self.stopped:
+            raise Dead
         with self._lock:
             self.calls.append((name, body))
         if name in self.faults:

@@ -28,6 +28,10 @@ def test_equal_factors_are_fine() -> None:
         ("vllm_version", "0.33.0", "warning"),
         ("max_model_len", 1024, "error"),
         ("max_model_len", 4096, "ok"),
+        # Instances send their factors as text: 10000 is more than 2048.
+        ("max_model_len", "10000", "ok"),
+        ("max_model_len", "512", "error"),
+        ("cpu_isa", "avx2", "warning"),
         ("max_model_len", None, "error"),
         ("kv_heads", 8, "error"),
     ],

@@ -130,6 +130,13 @@ def test_an_unknown_instance_shall_register_again(instance_api: APIClient) -> No
         assert post(instance_api, "heartbeat", {"vllm_hi_id": vllm_hi_id}).json()["known"] is False
 
 
+def test_an_instance_on_its_way_out_does_not_come_back(instance_api: APIClient) -> None:
+    make_instance("hi-a", status="destroyed", routed=False)
+    beat = {"vllm_hi_id": "hi-a", "role": "destroyed"}
+    assert post(instance_api, "heartbeat", beat).json() == {"success": True, "known": True}
+    assert Instance.objects.get(pk="hi-a").status == "destroyed"
+
+
 def test_deregistering_takes_an_instance_out(instance_api: APIClient) -> None:
     make_instance("hi-a")
     assert post(instance_api, "deregister", {"vllm_hi_id": "hi-a"}).json() == {"success": True}
