@@ -7,12 +7,14 @@ whether both instances still answer. Whatever goes wrong ends in `rollback`.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -44,6 +46,20 @@ TRANSIENT_REASONS = frozenset({"not_decoding_yet", "preempted", "proxy_unreachab
 #: How often a request that stayed at its handover is tried again; each try costs its client a short pause.
 HANDOVER_TRIES = 3
 DRAIN_POLL_S = 0.25
+#: Seconds after which a request that found no place on the target is tried again: doubled each time up to the second.
+ATTACH_RETRY_S = (0.5, 15.0)
+#: Refusals of the proxy that no waiting changes; only it has seen the request as the client sent it.
+LASTING_REFUSALS = frozenset(
+    {
+        "beam_search",
+        "echo",
+        "not_a_movable_route",
+        "prompt_logprobs",
+        "several_choices",
+        "structured_output",
+        "tools",
+    }
+)
 
 Rows = list[dict[str, Any]]
 T = TypeVar("T")
@@ -77,6 +93,18 @@ def claim(job_id: str, owner: str) -> bool:
     )
 
 
+@dataclass
+class _Refused:
+    """When a request that was refused may be tried again, on the monotonic clock."""
+
+    until: float = 0.0
+    pause_s: float = ATTACH_RETRY_S[0]
+
+    def again(self, code: str) -> None:
+        self.until = math.inf if code in LASTING_REFUSALS else time.monotonic() + self.pause_s
+        self.pause_s = min(2 * self.pause_s, ATTACH_RETRY_S[1])
+
+
 class Execution:
     """One attempt at one job."""
 
@@ -89,6 +117,7 @@ class Execution:
         self.keeper = LeaseKeeper(self.job.id, self.attempt, owner, self.job.source, self.job.target)
         self.round_index = 0
         self.handover_tries: dict[str, int] = {}
+        self.refused: dict[str, _Refused] = {}
         self.moved: set[str] = set()
 
     def run(self) -> None:
@@ -205,7 +234,10 @@ class Execution:
             time.sleep(DRAIN_POLL_S)
 
     def _may_try(self, request_id: str) -> bool:
-        return request_id not in self.moved and self.handover_tries.get(request_id, 0) < HANDOVER_TRIES
+        if request_id in self.moved or self.handover_tries.get(request_id, 0) >= HANDOVER_TRIES:
+            return False
+        refused = self.refused.get(request_id)
+        return refused is None or time.monotonic() >= refused.until
 
     def _move(self, rows: Rows) -> bool:
         """Attaches, copies and hands over; from `attaching` to `draining`. Returns whether any request left."""
@@ -233,6 +265,8 @@ class Execution:
         attached, refused = answer.get("attached") or [], answer.get("refused") or []
         journal.note_attached(self.job.id, attached)
         journal.note_refused(self.job.id, refused, RequestOutcome.REFUSED)
+        for row in refused:
+            self.refused.setdefault(str(row["request_id"]), _Refused()).again(str(row.get("code") or ""))
         if refused:
             self._target_must_answer("requests were being attached")
         return [str(row["request_id"]) for row in attached]
