@@ -248,7 +248,7 @@ def test_an_attach_that_is_refused(pair: Pair) -> None:
     assert (job.state, outcomes(job)) == ("partial", {"r1": "refused"})
     assert job.request_rows.get().message == "5 blocks needed, 2 free."
     # Asked now and then, not in a busy loop.
-    assert len(pair.a.named("attach")) in (2, 3)
+    assert len(pair.a.named("attach")) <= 3
 
 
 def test_what_the_proxy_refuses_for_good_is_not_asked_again(pair: Pair) -> None:
