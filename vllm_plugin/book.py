@@ -106,8 +106,8 @@ def own_columns(step: Any, num_logprobs: int) -> Any:
     if num_logprobs < 0:  # All of the vocabulary: always that wide.
         return step
     return step._replace(
-        logprob_token_ids=step.logprob_token_ids[:, : num_logprobs + 1],
-        logprobs=step.logprobs[:, : num_logprobs + 1],
+        logprob_token_ids=step.logprob_token_ids[:, : num_logprobs + 1].copy(),
+        logprobs=step.logprobs[:, : num_logprobs + 1].copy(),
     )
 
 
