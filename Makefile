@@ -42,7 +42,7 @@ endif
 STAMP := $(VENV)/.installed-$(ENGINE)
 # A terminal gets uv's progress bars; a log does not need one line for each package.
 UV_OUTPUT := $(shell [ -t 2 ] || echo "2> >(grep -v '^ [-+~] ' >&2)")
-say = @printf '\n== %s\n' "$(1)"
+say = @printf '\n== %s\n' "$(1)" >&2
 
 .PHONY: install models chromium demo test check lock clean
 
@@ -82,7 +82,7 @@ models: install
 chromium:
 	@if ! command -v chromium >/dev/null && ! command -v chromium-browser >/dev/null; then \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    printf '\n== %s\n' "Installing Chromium for the browser tests"; \
+	    printf '\n== %s\n' "Installing Chromium for the browser tests" >&2; \
 	    apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; \
 	  else echo "The browser tests need Chromium: install it (Debian: apt-get install chromium) and run again." >&2; exit 1; fi; fi
 

@@ -95,10 +95,7 @@ def _fetch_gguf(folder: Path) -> Path:
 def _write_chat_model(target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging as progress
 
-    if not sys.stderr.isatty():
-        progress.disable_progress_bar()
     with _scratch(target.parent) as download:
         gguf = _fetch_gguf(download)
         _say("  fetched, converting")
@@ -152,5 +149,8 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    if not sys.stderr.isatty():
+        # Read when the bars' package is first imported, which happens below.
+        os.environ.setdefault("TQDM_DISABLE", "1")
     chat_model()
     tiny_model()
