@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_an_operator_moves_live_streams_in_the_browser(stack: RunningStack, page
     page.get_by_label("User name").fill(stack.stack.username)
     page.get_by_label("Password").fill(stack.stack.password)
     page.get_by_role("button", name="Log in").click()
-    expect(page.get_by_role("row", name=source.id)).to_contain_text("Active")
+    expect(page.get_by_role("row", name=re.compile(f"^{source.id} 127"))).to_contain_text("Active")
     page.screenshot(path=_artifact("engine-dashboard.png"), full_page=True)
 
     load = stack.load(mixed_requests(6, tokens=240, salt=81))

@@ -14,6 +14,5 @@ def test_the_source_ends_itself_after_its_requests_have_left(stack: RunningStack
     assert all(verdict.exact and verdict.cut_at is not None for verdict in run.verdicts), run.verdicts
     stack.until(lambda: not source.process.running)
     assert stack.active().id == target.id
-    rows = {row["vllm_hi_id"]: row["status"] for row in stack.rows()}
-    assert rows[source.id] == "destroyed"
+    assert stack.get(f"/api/v1/instances/{source.id}")["status"] == "destroyed"
     assert not stack.run(mixed_requests(1, tokens=12, salt=72))[0].error
