@@ -76,7 +76,7 @@ endif
 	@$(UV) pip install --quiet --no-deps --editable .
 	@# uv compiles only what it has just installed, and nothing where PYTHONDONTWRITEBYTECODE is set. A few packages carry
 	@# templates that are no valid Python; that is not our concern.
-	@-env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
