@@ -1,0 +1,172 @@
+"""Two data servers on real sockets: blocks arrive byte for byte, and a peer that lies or dies changes nothing."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_plugin.data import DataServer, KVCache
+from vllm_plugin.messages import AllowSession, Answer, Push, Pushed, RevokeSession, Write, Written, decode_data
+from vllm_plugin.wire import FrameSocket, ProtocolError, encode_frame
+
+LAYERS, BLOCKS = ("layers.0", "layers.1"), 12
+
+
+class Side:
+    """One worker: its KV tensors, its server, and its engine core's connection to it."""
+
+    def __init__(self, fill: float) -> None:
+        shape = (BLOCKS, 2, 4, 8)
+        self.layers = {name: torch.full(shape, fill, dtype=torch.bfloat16) for name in LAYERS}
+        self.server = DataServer(
+            KVCache(self.layers),
+            {"seeded": b"state"}.get,
+            token="secret",
+            host="127.0.0.1",
+            port=0,
+            name="worker",
+            cpus=[],
+        )
+        self.engine = FrameSocket.dial("127.0.0.1", self.server.port, "secret", "engine", "engine")
+        self._calls = count(1)
+
+    def ask(self, build: Any) -> Any:
+        message = build(next(self._calls))
+        self.engine.send(message)
+        return decode_data(self.engine.receive_body())
+
+    def allow(self, session: str) -> None:
+        assert isinstance(self.ask(lambda call: AllowSession(call, session)), Answer)
+
+    def revoke(self, session: str) -> None:
+        assert isinstance(self.ask(lambda call: RevokeSession(call, session)), Answer)
+
+    def push(self, other: Side, source: list[int], target: list[int], generators: tuple[str, ...] = ()) -> Pushed:
+        port = other.server.port
+        answer = self.ask(lambda call: Push(call, "s", "127.0.0.1", port, source, target, list(generators)))
+        assert isinstance(answer, Pushed)
+        return answer
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    a, b = Side(1.0), Side(-1.0)
+    for index in range(BLOCKS):
+        for offset, name in enumerate(LAYERS):
+            a.layers[name][index] = index + offset / 2
+    yield a, b
+    a.engine.close()
+    b.engine.close()
+
+
+def test_blocks_arrive_where_they_belong_and_nowhere_else(sides: tuple[Side, Side]):
+    a, b = sides
+    b.allow("s")
+    pushed = a.push(b, [2, 3, 7], [5, 9, 1], generators=("seeded", "greedy"))
+    assert pushed.ok and pushed.sent_bytes == 3 * a.server._cache.block_bytes
+    assert pushed.generators == {"seeded": b"state"}
+    for offset, name in enumerate(LAYERS):
+        for source, target in ((2, 5), (3, 9), (7, 1)):
+            assert (b.layers[name][target] == source + offset / 2).all()
+        untouched = [index for index in range(BLOCKS) if index not in (5, 9, 1)]
+        assert (b.layers[name][untouched] == -1.0).all()
+
+
+def test_a_session_that_is_not_allowed_or_revoked_writes_nothing(sides: tuple[Side, Side]):
+    a, b = sides
+    refused = a.push(b, [2], [5])
+    assert not refused.ok and "unknown_session" in refused.message
+    b.allow("s")
+    assert a.push(b, [2], [5]).ok
+    b.revoke("s")
+    assert not a.push(b, [3], [6]).ok
+    assert (b.layers[LAYERS[0]][6] == -1.0).all()
+
+
+def test_block_zero_and_blocks_outside_are_refused(sides: tuple[Side, Side]):
+    a, b = sides
+    b.allow("s")
+    for block in (0, BLOCKS, -1):
+        refused = a.push(b, [2], [block])
+        assert not refused.ok and "bad_block" in refused.message
+    assert not a.push(b, [BLOCKS], [2]).ok
+    assert all((layer == -1.0).all() for layer in b.layers.values())
+
+
+def _worker(side: Side) -> FrameSocket:
+    return FrameSocket.dial("127.0.0.1", side.server.port, "secret", "worker", "liar")
+
+
+def test_a_peer_that_lies_about_the_size(sides: tuple[Side, Side]):
+    _, b = sides
+    b.allow("s")
+    liar = _worker(b)
+    liar.send(Write("s", [4], 10**9))
+    answer = decode_data(liar.receive_body())
+    assert isinstance(answer, Written) and not answer.ok and answer.code == "size_mismatch"
+    with pytest.raises(ConnectionError):
+        liar.receive_body()
+
+
+def test_a_peer_that_sends_half_a_block_and_dies_does_not_hold_up_a_revocation(sides: tuple[Side, Side]):
+    a, b = sides
+    b.allow("s")
+    size = b.server._cache.block_bytes
+    liar = _worker(b)
+    liar.send(Write("s", [4], size))
+    liar.sock.sendall(b"x" * (size // 2))
+    liar.close()
+    b.revoke("s")
+    b.allow("s")
+    assert a.push(b, [2], [5]).ok
+
+
+def test_a_peer_that_sends_half_a_block_and_falls_silent_is_cut_off_by_a_revocation(sides: tuple[Side, Side]):
+    _, b = sides
+    b.allow("s")
+    size = b.server._cache.block_bytes
+    silent = _worker(b)
+    silent.send(Write("s", [4], size))
+    silent.sock.sendall(b"x" * (size // 2))
+    while not b.server._writing.get("s"):
+        time.sleep(0.01)
+    b.revoke("s")
+    with pytest.raises((ConnectionError, ProtocolError)):
+        silent.receive_body()
+
+
+def test_a_target_that_does_not_answer_is_reported(sides: tuple[Side, Side]):
+    a, _ = sides
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    answer = a.ask(lambda call: Push(call, "s", "127.0.0.1", port, [2], [5], []))
+    assert isinstance(answer, Pushed) and not answer.ok and answer.message
+
+
+def test_roles_are_kept_apart(sides: tuple[Side, Side]):
+    _, b = sides
+    b.allow("s")
+    worker = _worker(b)
+    worker.send(RevokeSession(1, "s"))
+    with pytest.raises(ConnectionError):
+        worker.receive_body()
+    stranger = FrameSocket.dial("127.0.0.1", b.server.port, "secret", "proxy", "w1")
+    with pytest.raises(ConnectionError):
+        stranger.receive_body()
+    engine = FrameSocket.dial("127.0.0.1", b.server.port, "secret", "engine", "e")
+    engine.sock.sendall(struct.pack("<I", 3) + b"abc" + encode_frame(AllowSession(1, "t")))
+    with pytest.raises(ConnectionError):
+        engine.receive_body()
+
+
+def test_a_cache_whose_blocks_are_not_contiguous_is_refused():
+    layer = torch.zeros((BLOCKS, 4, 2, 8)).transpose(1, 2)
+    with pytest.raises(ValueError, match="not contiguous"):
+        KVCache({"layers.0": layer})
