@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -56,9 +57,10 @@ def test_plain_serve_is_unchanged(environment: pytest.MonkeyPatch, installed: li
     assert installed == []
 
 
-def test_flags_set_engine_arguments_and_the_environment(installed: list[str]):
-    args = parse("some/model", "--vllm-hi-type", "A", *HOST, "--vllm-hi-data-port", "9000")
+def test_flags_set_engine_arguments_and_the_environment(installed: list[str], tmp_path: Path):
+    args = parse(str(tmp_path), "--vllm-hi-type", "A", *HOST, "--vllm-hi-data-port", "9000")
     assert (args.vllm_hi_type, args.vllm_hi_host, args.vllm_hi_data_port) == ("A", "127.0.0.1:8002", 9000)
+    args.model = args.model_tag  # As `vllm serve` does; a folder, so that nothing is looked up on a hub.
     engine_args = AsyncEngineArgs.from_cli_args(args)
     assert engine_args.scheduler_cls == "vllm_plugin.scheduler.MigrationScheduler"
     assert engine_args.worker_extension_cls == "vllm_plugin.worker.MigrationWorker"
