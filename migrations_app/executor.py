@@ -56,7 +56,6 @@ LASTING_REFUSALS = frozenset(
         "not_a_movable_route",
         "prompt_logprobs",
         "several_choices",
-        "structured_output",
         "tools",
     }
 )

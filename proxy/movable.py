@@ -35,10 +35,6 @@ def refusal(path: str, body: dict[str, Any]) -> Refusal | None:
         return Refusal(
             "tools", "The request offers tools, whose parser cannot repeat its events exactly on another side."
         )
-    if _structured(body):
-        return Refusal(
-            "structured_output", "The request constrains its output to a structure, which cannot be moved yet."
-        )
     if body.get("use_beam_search"):
         return Refusal("beam_search", "The request uses beam search, whose state lives in the front end.")
     if body.get("echo"):
@@ -54,12 +50,3 @@ def _above_one(value: Any) -> bool:
 
 def _several_prompts(prompt: Any) -> bool:
     return isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list)
-
-
-def _structured(body: dict[str, Any]) -> bool:
-    wanted = body.get("response_format")
-    if wanted is not None and not (isinstance(wanted, dict) and wanted.get("type", "text") == "text"):
-        return True
-    if body.get("structured_outputs") is not None:
-        return True
-    return any(name.startswith("guided_") and value is not None for name, value in body.items())

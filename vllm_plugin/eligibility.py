@@ -33,8 +33,10 @@ def _unsupported(request: Any, record: StreamRecord) -> tuple[str, str] | None:
         return "pooling", "Pooling requests are short and are not moved."
     if record.siblings > 1 or params.n > 1 or _SEVERAL_CHOICES.match(request.request_id):
         return "several_choices", "Requests with several choices or prompts (n > 1) are not moved yet."
-    if request.structured_output_request is not None:
-        return "structured_output", "Requests with structured output are not moved yet."
+    structured = request.structured_output_request
+    # Without a reasoning parser, vLLM sets `reasoning_ended` itself as soon as the first token is accepted.
+    if structured is not None and (structured.reasoner is not None or structured.reasoning_ended is False):
+        return "structured_reasoning", "Structured output behind a reasoning parser is not moved yet."
     if params.prompt_logprobs is not None:
         return "prompt_logprobs", "Requests with prompt_logprobs are not moved."
     if request.prompt_token_ids is None or request.prompt_embeds is not None:

@@ -13,10 +13,11 @@ __all__ = ["Faults"]
 class Faults(msgspec.Struct):
     """skip_tail: the tail block is not sent at handover. drop_generator: the random state is not sent.
     hold_before_commit_s: A waits between the tail and the commit. hold_before_freeze_s: A waits before it freezes.
-    refuse_commit: B refuses every commit."""
+    refuse_commit: B refuses every commit. skip_grammar: B does not replay a grammar."""
 
     skip_tail: bool = False
     drop_generator: bool = False
     hold_before_commit_s: float = 0.0
     hold_before_freeze_s: float = 0.0
     refuse_commit: bool = False
+    skip_grammar: bool = False

@@ -71,6 +71,9 @@ def _first_slots(scheduler: MigrationScheduler, request: Any, item: GrowItem) ->
 
 def prepare(scheduler: MigrationScheduler, parked: ParkedRequest) -> Refusal | None:
     """Promises a run slot for the commit that follows within the deadline."""
+    structured = parked.request.structured_output_request
+    if structured is not None and (not structured.is_grammar_ready or isinstance(structured.grammar, Exception)):
+        return Refusal(parked.ticket, "grammar_not_ready", "The target has not compiled the request's grammar yet.")
     now = time.monotonic()
     promised = sum(1 for other in scheduler.book.parked.values() if (other.prepared_until or 0.0) > now)
     if len(scheduler.running) + len(scheduler.kv_holding_waiting) + promised >= scheduler.max_num_active_reqs:
@@ -80,7 +83,7 @@ def prepare(scheduler: MigrationScheduler, parked: ParkedRequest) -> Refusal | N
     return None
 
 
-def commit(core: Any, items: list[CommitItem]) -> list[Refusal]:
+def commit(core: Any, items: list[CommitItem], replay_grammar: bool = True) -> list[Refusal]:
     """Turns parked requests into resumed ones; what cannot be taken is refused and stays parked."""
     scheduler: MigrationScheduler = core.scheduler
     refused: list[Refusal] = []
@@ -88,11 +91,14 @@ def commit(core: Any, items: list[CommitItem]) -> list[Refusal]:
     for item in items:
         parked = scheduler.book.parked.get(item.ticket)
         refusal = _commit_refusal(scheduler, parked, item)
+        if refusal is None and parked is not None:
+            parked.request.append_output_token_ids(item.output_tokens)
+            if replay_grammar and not _replay_grammar(scheduler, parked.request):
+                refusal = Refusal(item.ticket, "grammar_rejected", "The target's grammar rejects the tokens so far.")
+            else:
+                accepted.append((parked, item))
         if refusal is not None:
             refused.append(refusal)
-        elif parked is not None:
-            parked.request.append_output_token_ids(item.output_tokens)
-            accepted.append((parked, item))
     if accepted:
         core.collective_rpc("vllm_hi_install", args=([_install(scheduler, *pair) for pair in accepted],))
     for parked, item in accepted:
@@ -111,6 +117,12 @@ def _commit_refusal(scheduler: MigrationScheduler, parked: ParkedRequest | None,
         message = f"{item.computed_tokens} computed tokens do not fit {tokens} known tokens in blocks for {held}."
         return Refusal(item.ticket, "state_mismatch", message)
     return None
+
+
+def _replay_grammar(scheduler: MigrationScheduler, request: Any) -> bool:
+    """Brings the freshly compiled grammar to where it stood on A: its state follows from the tokens alone."""
+    accepted: bool = scheduler.structured_output_manager.accept_tokens(request, list(request.output_token_ids))
+    return accepted
 
 
 def _install(scheduler: MigrationScheduler, parked: ParkedRequest, item: CommitItem) -> dict[str, Any]:

@@ -143,7 +143,8 @@ class TargetSession:
     def _commit(self, message: Commit) -> list[Refusal]:
         if self.engine.faults.refuse_commit:
             return [Refusal(item.ticket, "refused_by_test", "A test switch refuses commits.") for item in message.items]
-        refused = parked_requests.commit(self.engine.core, message.items)
+        replay_grammar = not self.engine.faults.skip_grammar
+        refused = parked_requests.commit(self.engine.core, message.items, replay_grammar)
         failed = {refusal.ticket for refusal in refused}
         for item in message.items:
             if item.ticket not in failed:

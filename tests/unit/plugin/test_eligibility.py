@@ -30,11 +30,17 @@ def request(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**values, **changes})
 
 
+def structured(reasoner: Any = None, reasoning_ended: bool | None = None) -> SimpleNamespace:
+    return SimpleNamespace(reasoner=reasoner, reasoning_ended=reasoning_ended)
+
+
 RECORD = StreamRecord("w1/s1", siblings=1)
 
 
 def test_a_decoding_request_of_a_connected_proxy_may_move():
     assert refusal(request(), RECORD, True) is None
+    assert refusal(request(structured_output_request=structured()), RECORD, True) is None
+    assert refusal(request(structured_output_request=structured(reasoning_ended=True)), RECORD, True) is None
 
 
 @pytest.mark.parametrize(
@@ -45,7 +51,8 @@ def test_a_decoding_request_of_a_connected_proxy_may_move():
         ({"sampling_params": None}, RECORD, True, "pooling"),
         ({}, StreamRecord("w1/s1", siblings=2), True, "several_choices"),
         ({"request_id": "0_chatcmpl-abc"}, RECORD, True, "several_choices"),
-        ({"structured_output_request": object()}, RECORD, True, "structured_output"),
+        ({"structured_output_request": structured(reasoner=object())}, RECORD, True, "structured_reasoning"),
+        ({"structured_output_request": structured(reasoning_ended=False)}, RECORD, True, "structured_reasoning"),
         ({"sampling_params": SamplingParams(prompt_logprobs=1)}, RECORD, True, "prompt_logprobs"),
         ({"prompt_token_ids": None}, RECORD, True, "prompt_embeds"),
         ({"mm_features": [object()]}, RECORD, True, "multimodal"),

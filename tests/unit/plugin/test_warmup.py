@@ -14,7 +14,8 @@ from vllm_plugin.warmup import warm_up
 class Client:
     model_config = SimpleNamespace(get_vocab_size=lambda: 100)
 
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self, fails: bool = False, max_num_seqs: int = 16) -> None:
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs))
         self.fails = fails
         self.seen: list[tuple[dict[str, Any], Any]] = []
 
@@ -25,12 +26,21 @@ class Client:
         yield None
 
 
-async def test_it_samples_greedily_and_with_a_seed():
+async def test_it_samples_greedily_and_with_a_seed_in_batches_of_every_size():
     client = Client()
     await warm_up(client)
-    assert [parameters.seed for _, parameters in client.seen] == [None, 1]
-    assert all(0 <= token < 100 for prompt, _ in client.seen for token in prompt["prompt_token_ids"])
-    assert client.seen[0][0] != client.seen[1][0]
+    assert {parameters.seed for _, parameters in client.seen} == {None, 1}
+    lengths = [parameters.max_tokens for _, parameters in client.seen]
+    assert len(lengths) == 8 and len(set(lengths)) == 8, "all end at different steps, so each batch size occurs"
+    prompts = [tuple(prompt["prompt_token_ids"]) for prompt, _ in client.seen]
+    assert len(set(prompts)) == len(prompts)
+    assert all(0 <= token < 100 for prompt in prompts for token in prompt)
+
+
+async def test_it_never_asks_for_more_than_the_engine_runs_at_once():
+    client = Client(max_num_seqs=2)
+    await warm_up(client)
+    assert len(client.seen) == 2
 
 
 async def test_a_failure_is_logged_and_swallowed(caplog: pytest.LogCaptureFixture):

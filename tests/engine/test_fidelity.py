@@ -1,0 +1,37 @@
+"""The short form of the fidelity matrix: kinds of requests whose state is more than tokens and a random generator."""
+
+from __future__ import annotations
+
+from benchmarks.fidelity import Row, batch_of, judge
+from benchmarks.fidelity_kinds import KINDS
+from tests.engine.conftest import RunningStack
+
+CHOSEN = (
+    "structured output: regex",
+    "structured output: JSON schema",
+    "structured output: grammar",
+    "output cut inside multi-byte characters",
+    "logit_bias",
+    "seeded, min_p",
+    "echo",
+    "n = 2",
+)
+
+
+def test_grammars_multi_byte_characters_and_refusals(stack: RunningStack) -> None:
+    kinds = [kind for kind in KINDS if kind.name in CHOSEN]
+    assert len(kinds) == len(CHOSEN)
+    rows = {kind.name: Row(kind) for kind in kinds}
+    judge(rows, kinds, stack.migrate_under_load(batch_of(kinds, salt=91)))
+    for row in rows.values():
+        assert row.holds, f"{row.kind.name}: {row.migrated} moved, {row.codes}, {row.differences}"
+
+
+def test_a_grammar_that_is_not_replayed_is_noticed(stack: RunningStack) -> None:
+    kinds = [kind for kind in KINDS if kind.name == "structured output: JSON schema"]
+    rows = {kind.name: Row(kind) for kind in kinds}
+    with stack.faults(stack.standby(), skip_grammar=True):
+        judge(rows, kinds, stack.migrate_under_load(batch_of(kinds, salt=92)))
+    (row,) = rows.values()
+    assert row.migrated == 1
+    assert any("differ" in difference for difference in row.differences), row
