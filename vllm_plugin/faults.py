@@ -11,9 +11,15 @@ __all__ = ["Faults"]
 
 
 class Faults(msgspec.Struct):
-    """skip_tail: the tail block is not sent at handover. drop_generator: the random state is not sent.
-    hold_before_commit_s: A waits between the tail and the commit. hold_before_freeze_s: A waits before it freezes.
-    refuse_commit: B refuses every commit. skip_grammar: B does not replay a grammar."""
+    """What can be made to go wrong.
+
+    Attributes:
+        skip_tail: the partial last block is not sent at handover.
+        drop_generator: a fresh random state is sent instead of the request's.
+        hold_before_freeze_s, hold_before_commit_s: A waits there, in seconds.
+        refuse_commit: B refuses every commit.
+        skip_grammar: B does not replay a grammar.
+    """
 
     skip_tail: bool = False
     drop_generator: bool = False

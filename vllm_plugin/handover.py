@@ -107,8 +107,22 @@ def _send_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, 
             session.roll_back(move, "target_lost", f"The last blocks could not be delivered: {error}.")
         return []
     if faults.drop_generator:
-        states = {}
-    return [_commit_item(move, snapshots[move.request_id], states.get(move.request_id)) for move in going]
+        states = dict.fromkeys(states, _fresh_generator_state())
+    if session.engine.workers.keep_generators:
+        for move in going:
+            if snapshots[move.request_id].seeded and move.request_id not in states:
+                session.roll_back(
+                    move, "generator_missing", "The random state of the seeded request could not be read."
+                )
+    return [
+        _commit_item(move, snapshots[move.request_id], states.get(move.request_id)) for move in going if not move.ended
+    ]
+
+
+def _fresh_generator_state() -> bytes:
+    import torch
+
+    return bytes(torch.Generator().manual_seed(0).get_state().numpy().tobytes())
 
 
 def _commit_item(move: Move, snapshot: Snapshot, generator: bytes | None) -> CommitItem:

@@ -40,6 +40,7 @@ class Snapshot:
     output_tokens: list[int]
     block_ids: list[int]
     epoch: int
+    seeded: bool
     logprobs: tuple[Any, ...]
     prefill: dict[str, int] | None
 
@@ -211,6 +212,7 @@ class MigrationScheduler(Scheduler):
             output_tokens=list(request.output_token_ids[since:]),
             block_ids=list(self.kv_cache_manager.get_block_ids(request_id)[0]),
             epoch=request.num_preemptions,
+            seeded=request.sampling_params is not None and request.sampling_params.seed is not None,
             logprobs=tuple(record.logprobs) if record is not None else (),
             prefill=record.prefill if record is not None else None,
         )

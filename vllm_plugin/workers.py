@@ -31,6 +31,11 @@ class Workers:
         """Bytes of one KV block over all layers and ranks."""
         return sum(info["block_bytes"] for info in self.infos)
 
+    @property
+    def keep_generators(self) -> bool:
+        """Whether a seeded request has a generator of its own here (V1 runner), whose state must travel along."""
+        return any(info["rng"].endswith("-generator") for info in self.infos)
+
     def allow(self, session: str) -> None:
         for connection in self._control:
             connection.ask(AllowSession(next(self._numbers), session))
