@@ -62,14 +62,15 @@ def batch_of(kinds: list[Kind], salt: int) -> list[Request]:
 
 def judge(rows: dict[str, Row], kinds: list[Kind], run: MigrationRun) -> None:
     """Adds one migration's outcome to the rows."""
-    outcomes = {row["stream_id"]: row for row in run.migration.requests}
+    # A request that the proxy refused has no stream id in its row; its request id is made from it.
+    outcomes = run.migration.requests
     for kind, verdict, answer in zip(kinds, run.verdicts, run.answers, strict=True):
         row = rows[kind.name]
         # Where several choices run side by side, the order of their events is not the same twice: of what stays, only
         # the end is looked at.
         differences = [answer.error] if kind.refused and answer.error else [] if kind.refused else verdict.differences
         row.differences += [f"{difference} (cut at {verdict.cut_at})" for difference in differences]
-        seen = outcomes.get(answer.stream_id)
+        seen = next((row for row in outcomes if answer.stream_id and answer.stream_id in row["request_id"]), None)
         if verdict.cut_at is not None:
             row.migrated += 1
             row.exact += verdict.exact

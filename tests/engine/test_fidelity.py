@@ -13,7 +13,6 @@ CHOSEN = (
     "output cut inside multi-byte characters",
     "logit_bias",
     "seeded, min_p",
-    "echo",
     "n = 2",
 )
 
