@@ -94,7 +94,12 @@ def _status(engine: MigrationEngine, _payload: Payload) -> Payload:
         "proxies": sorted(engine.proxies),
         "session": None
         if session is None
-        else {"job": session.job, "attempt": session.attempt, "side": "source" if source is not None else "target"},
+        else {
+            "job": session.job,
+            "attempt": session.attempt,
+            "side": "source" if source is not None else "target",
+            "moves": source.moves_by_state() if source is not None else {},
+        },
     }
 
 
@@ -164,6 +169,7 @@ def _faults(engine: MigrationEngine, payload: Payload) -> Payload:
         engine.faults = msgspec.convert(payload, Faults)
     except msgspec.ValidationError as error:
         raise MigrationError(400, "bad_field", f"{error}.") from error
+    engine.faults.slow_down(engine.core.scheduler)
     faults: Payload = msgspec.to_builtins(engine.faults)
     return faults
 

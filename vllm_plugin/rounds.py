@@ -24,6 +24,7 @@ def run_round(session: SourceSession, number: int) -> dict[str, Any]:
     moves = [move for move in session.moves.values() if move.state == "copying"]
     first = [move for move in moves if move.hit_tokens is None]
     moves, sent = copy_full_blocks(session, moves)
+    time.sleep(session.engine.faults.hold_round_s)
     ended = session.take_ended()
     dirty = session.engine.on_engine(lambda: sum(_ready_blocks(session, move) for move in moves))
     block_size = session.engine.scheduler.block_size

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from vllm_plugin import attach, rounds
@@ -97,6 +98,9 @@ class SourceSession:
             del self.moves[move.request_id]
         self.ended += ended
         return ended
+
+    def moves_by_state(self) -> dict[str, int]:
+        return dict(Counter(move.state for move in [*self.ended, *self.moves.values()]))
 
     def renew(self, lease_s: float) -> None:
         self.lease_s = lease_s
