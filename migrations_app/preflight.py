@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from django.conf import settings
 
 from instances.client import InstanceClient, InstanceError
 from instances.models import Instance
+from vllm_plugin.compatibility import Check, Level, compare
 
-__all__ = ["Check", "Estimate", "Preflight", "compare_factors", "estimate_cost", "run_preflight"]
-
-Level = Literal["ok", "warning", "error"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the pre-flight list. `remedy` is empty when `level` is "ok"."""
-
-    name: str
-    source_value: str
-    target_value: str
-    level: Level
-    remedy: str = ""
+__all__ = ["Check", "Estimate", "Preflight", "estimate_cost", "run_preflight"]
 
 
 @dataclass(frozen=True)
@@ -65,36 +53,8 @@ class Preflight:
         }
 
 
-#: Factors that may differ; the requests move all the same. All others must be equal.
-WARN_ONLY = {
-    "vllm_version": "Different releases may round differently: outputs can diverge after the move. Use one release.",
-    "cpu_isa": "Another instruction set may round differently: outputs can diverge after the move.",
-    "model": "The names differ though the weights agree; start both from the same model to be sure.",
-    "tokenizer": "Requests that tokenize differently on the target are refused one by one; use the same tokenizer.",
-}
-
-_REMEDIES = {"max_model_len": "Start the target with a --max-model-len that is not below the source's."}
-
 #: Bytes per second that a local copy reached at least in measurements; only used for the estimate.
 ASSUMED_BANDWIDTH = 500e6
-
-
-def compare_factors(source: Mapping[str, Any], target: Mapping[str, Any]) -> list[Check]:
-    """Compares the compatibility factors of two instances one by one, in the order of their names."""
-    checks = []
-    for name in sorted(set(source) | set(target)):
-        left, right = source.get(name), target.get(name)
-        if name == "max_model_len" and left != right and _at_least(right, left):
-            # Longer contexts than the source's do no harm.
-            checks.append(Check(name, _show(left), _show(right), "ok"))
-        elif left == right:
-            checks.append(Check(name, _show(left), _show(right), "ok"))
-        elif name in WARN_ONLY:
-            checks.append(Check(name, _show(left), _show(right), "warning", WARN_ONLY[name]))
-        else:
-            remedy = _REMEDIES.get(name, f"Start the target with the same {name.replace('_', ' ')} as the source.")
-            checks.append(Check(name, _show(left), _show(right), "error", remedy))
-    return checks
 
 
 def estimate_cost(requests: Sequence[Mapping[str, Any]], kv: Mapping[str, Any]) -> Estimate:
@@ -142,9 +102,8 @@ def run_preflight(source: Instance, target: Instance) -> Preflight:
     checks.append(_equal("served_model_name", source.served_model_name, target.served_model_name))
     if left is None or right is None:
         return Preflight(checks)
-    checks.append(_equal("protocol_version", left.get("protocol_version"), right.get("protocol_version")))
     checks += [_support("source", left), _support("target", right)]
-    checks += compare_factors(left.get("factors") or {}, right.get("factors") or {})
+    checks += compare(left.get("factors") or {}, right.get("factors") or {})
     estimate = estimate_cost(requests, left.get("kv") or {})
     checks.append(_capacity(estimate, right.get("kv") or {}))
     stuck = [row for row in requests if not row.get("migratable")]
@@ -186,14 +145,6 @@ def _capacity(estimate: Estimate, kv: Mapping[str, Any]) -> Check:
     enough = free >= needed
     remedy = "" if enough else "Requests that do not fit stay on the source; give the target more KV cache memory."
     return Check("free_blocks", f"{needed} needed", f"{free} free", "ok" if enough else "warning", remedy)
-
-
-def _at_least(value: object, least: object) -> bool:
-    """Compares two numbers, which instances send as text."""
-    try:
-        return float(str(value)) >= float(str(least))
-    except ValueError:
-        return False
 
 
 def _show(value: object) -> str:

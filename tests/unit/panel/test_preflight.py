@@ -1,47 +1,42 @@
-"""Factors are compared one by one, and the cost is predicted from numbers."""
+"""The worst difference decides, and the cost is predicted from numbers. The factors themselves are tested with their
+table, in tests/unit/plugin/test_compatibility.py."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
-from migrations_app.preflight import Check, Preflight, compare_factors, estimate_cost
+from migrations_app.preflight import Preflight, estimate_cost
+from vllm_plugin.compatibility import compare
 
 BASE = {"dtype": "float32", "vllm_version": "0.32.0", "max_model_len": 2048}
 
 
-def level_of(checks: list[Check], name: str) -> str:
-    return next(check.level for check in checks if check.name == name)
-
-
-def test_equal_factors_are_fine() -> None:
-    checks = compare_factors(BASE, BASE)
-    assert [check.name for check in checks] == ["dtype", "max_model_len", "vllm_version"]
-    assert {check.level for check in checks} == {"ok"}
-    assert not any(check.remedy for check in checks)
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "level"),
+    ("changed", "level"),
     [
-        ("dtype", "bfloat16", "error"),
-        ("dtype", None, "error"),
-        ("vllm_version", "0.33.0", "warning"),
-        ("max_model_len", 1024, "error"),
-        ("max_model_len", 4096, "ok"),
-        # Instances send their factors as text: 10000 is more than 2048.
-        ("max_model_len", "10000", "ok"),
-        ("max_model_len", "512", "error"),
-        ("cpu_isa", "avx2", "warning"),
-        ("max_model_len", None, "error"),
-        ("kv_heads", 8, "error"),
+        ({}, "ok"),
+        ({"vllm_version": "0.33.0"}, "warning"),
+        ({"dtype": "bfloat16"}, "error"),
+        ({"vllm_version": "0.33.0", "dtype": "bfloat16"}, "error"),
     ],
 )
-def test_a_difference(name: str, value: object, level: str) -> None:
-    checks = compare_factors(BASE, BASE | {name: value})
-    assert level_of(checks, name) == level
-    assert Preflight(checks).level == level
-    assert Preflight(checks).ok == (level != "error")
-    assert all(check.remedy.endswith(".") for check in checks if check.level != "ok")
+def test_the_worst_difference_decides(changed: dict[str, object], level: str) -> None:
+    preflight = Preflight(compare(BASE, BASE | changed))
+    assert preflight.level == preflight.as_dict()["level"] == level
+    assert preflight.ok == (level != "error")
+    problem = preflight.first_error()
+    assert (problem is not None) == (level == "error")
+    if problem is not None:
+        assert (problem.name, problem.source_value, problem.target_value) == ("dtype", "float32", "bfloat16")
+
+
+def test_the_panel_needs_neither_vllm_nor_torch_for_it() -> None:
+    # Both are installed where these tests run: that nothing imports them must be seen in a process of its own.
+    code = "import sys, vllm_plugin.compatibility; sys.exit(bool({'vllm', 'torch', 'django'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_estimate_counts_what_can_move() -> None:
