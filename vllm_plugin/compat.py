@@ -5,17 +5,29 @@ Every name the plugin takes from vLLM is listed in `_NAMES` and resolved on firs
 never breaks serving: the plugin then leaves the engine alone and the migration endpoints answer 501 with the
 probe's name.
 
-Written against vLLM 0.32 (v1 engine). Paths in comments are relative to the installed `vllm` package.
+Works on vLLM 0.30 to 0.32 (v1 engine, docs/compatibility.md); where they differ, a function at the end of this module
+hides it. Paths in comments are relative to the installed `vllm` package.
 """
 
 from __future__ import annotations
 
 import importlib
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["install_engine_utility", "missing_probes", "probes", "vllm_version"]
+from vllm_plugin.sources import Installed, Sources, assigned_attributes, class_in, resolve
+
+__all__ = [
+    "committed_waiting",
+    "enqueue_resumed",
+    "install_engine_utility",
+    "missing_probes",
+    "nothing_waits",
+    "probes",
+    "run_slots",
+    "set_run_slots",
+    "vllm_version",
+]
 
 if TYPE_CHECKING:
     # Resolved by `__getattr__` below; vLLM's own types differ between its versions.
@@ -58,79 +70,146 @@ _NAMES = {
     "init_logger": "vllm.logger:init_logger",
 }
 
+#: Classes that the plugin only meets as attributes of others.
+_PATHS = {
+    **_NAMES,
+    "AsyncMPClient": "vllm.v1.engine.core_client:AsyncMPClient",
+    "BlockPool": "vllm.v1.core.block_pool:BlockPool",
+    "NewRequestData": "vllm.v1.core.sched.output:NewRequestData",
+    "StructuredOutputManager": "vllm.v1.structured_output:StructuredOutputManager",
+    "StructuredOutputRequest": "vllm.v1.structured_output.request:StructuredOutputRequest",
+    "VllmConfig": "vllm.config:VllmConfig",
+}
+
 #: The method by which the API server reaches the plugin's half in the engine core (v1/engine/core.py looks
 #: utilities up by name).
 ENGINE_UTILITY = "vllm_hi"
 ENGINE_PUMP = "vllm_hi_pump"
 
 
-def _resolve(name: str) -> Any:
-    module, _, attribute = _NAMES[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = _resolve(name)
+    value = globals()[name] = resolve(_NAMES[name])
     return value
 
 
-def _has_name(name: str) -> Callable[[], bool]:
-    return lambda: _resolve(name) is not None
+# -- probes ------------------------------------------------------------------------------------------------------------
+
+Probe = Callable[[Sources], bool]
 
 
-def _has_method(name: str, method: str, *arguments: str) -> Callable[[], bool]:
-    def probe() -> bool:
-        function = getattr(_resolve(name), method, None)
-        return function is not None and set(arguments) <= set(inspect.signature(function).parameters)
-
-    return probe
+def _name(name: str) -> Probe:
+    return lambda sources: sources.has(_PATHS[name])
 
 
-def _sets_attribute(name: str, attribute: str) -> Callable[[], bool]:
-    """Instance attributes exist only after `__init__`: look for the assignment in its source."""
-    return lambda: f"self.{attribute}" in inspect.getsource(_resolve(name).__init__)
+def _method(cls: str, method: str, *arguments: str) -> Probe:
+    return lambda sources: set(arguments) <= sources.parameters(_PATHS[cls], method)
 
 
-def _has_fields(name: str, *fields: str) -> Callable[[], bool]:
-    def probe() -> bool:
-        cls = _resolve(name)
-        declared = getattr(cls, "__struct_fields__", None) or getattr(cls, "_fields", None) or cls.__annotations__
-        return set(fields) <= set(declared)
-
-    return probe
+def _assigns(cls: str, *attributes: str) -> Probe:
+    return lambda sources: set(attributes) <= sources.assigned(_PATHS[cls])
 
 
-_PROBES: dict[str, Callable[[], bool]] = {
-    **{f"name.{name}": _has_name(name) for name in _NAMES},
+def _members(cls: str, *members: str) -> Probe:
+    return lambda sources: set(members) <= sources.members(_PATHS[cls])
+
+
+def _method_says(cls: str, method: str, text: str) -> Probe:
+    return lambda sources: text in sources.method_text(_PATHS[cls], method)
+
+
+def _one_of(*alternatives: Probe) -> Probe:
+    """For what is called differently in the supported versions; a function at the end of this module chooses."""
+    return lambda sources: any(_passes(probe, sources) for probe in alternatives)
+
+
+def _all_of(*parts: Probe) -> Probe:
+    return lambda sources: all(probe(sources) for probe in parts)
+
+
+def _runner_keeps_requests(sources: Sources) -> bool:
+    # Read, not imported: the API server has no use for a model runner.
+    runner = class_in(sources.module_text("vllm.v1.worker.gpu_model_runner"), "GPUModelRunner")
+    return "requests" in assigned_attributes(runner)
+
+
+_PROBES: dict[str, Probe] = {
+    **{f"name.{name}": _name(name) for name in _NAMES},
     # Overridden or called on the scheduler (v1/core/sched/scheduler.py).
-    "scheduler.add_request": _has_method("Scheduler", "add_request", "request"),
-    "scheduler.finish_requests": _has_method("Scheduler", "finish_requests", "request_ids", "finished_status"),
-    "scheduler._free_request": _has_method("Scheduler", "_free_request", "request", "delay_free_blocks"),
-    "scheduler._free_request_blocks": _has_method("Scheduler", "_free_request_blocks", "request"),
-    "scheduler._preempt_request": _has_method("Scheduler", "_preempt_request", "request", "timestamp"),
-    "scheduler._enqueue_waiting_request": _has_method("Scheduler", "_enqueue_waiting_request", "request"),
-    "scheduler._inflight_prefill_reserved_blocks": _has_method("Scheduler", "_inflight_prefill_reserved_blocks"),
-    "scheduler.update_from_output": _has_method(
+    "scheduler.add_request": _method("Scheduler", "add_request", "request"),
+    "scheduler.finish_requests": _method("Scheduler", "finish_requests", "request_ids", "finished_status"),
+    "scheduler._free_request": _method("Scheduler", "_free_request", "request", "delay_free_blocks"),
+    "scheduler._free_request_blocks": _method("Scheduler", "_free_request_blocks", "request"),
+    "scheduler._preempt_request": _method("Scheduler", "_preempt_request", "request", "timestamp"),
+    "scheduler._enqueue_waiting_request": _method("Scheduler", "_enqueue_waiting_request", "request"),
+    "scheduler._inflight_prefill_reserved_blocks": _method("Scheduler", "_inflight_prefill_reserved_blocks"),
+    "scheduler._drain_deferred_frees": _method("Scheduler", "_drain_deferred_frees"),
+    "scheduler.update_from_output": _method(
         "Scheduler", "update_from_output", "scheduler_output", "model_runner_output"
     ),
-    "scheduler.schedule": _has_method("Scheduler", "schedule"),
-    "scheduler.has_requests": _has_method("Scheduler", "has_requests"),
-    "scheduler.max_num_active_reqs": _sets_attribute("Scheduler", "max_num_active_reqs"),
-    "scheduler.defer_block_free": _sets_attribute("Scheduler", "defer_block_free"),
-    "scheduler.kv_holding_waiting": _sets_attribute("Scheduler", "kv_holding_waiting"),
-    "scheduler.finished_req_ids": _sets_attribute("Scheduler", "finished_req_ids"),
+    "scheduler.schedule": _method("Scheduler", "schedule"),
+    "scheduler.has_requests": _method("Scheduler", "has_requests"),
+    "scheduler.get_request_counts": _method("Scheduler", "get_request_counts"),
+    "scheduler.attributes": _assigns(
+        "Scheduler",
+        "requests",
+        "running",
+        "waiting",
+        "vllm_config",
+        "scheduler_config",
+        "kv_cache_config",
+        "kv_cache_manager",
+        "block_size",
+        "log_stats",
+        "structured_output_manager",
+    ),
+    "scheduler.run_slots": _one_of(
+        _assigns("Scheduler", "max_num_active_reqs"), _assigns("Scheduler", "max_num_running_reqs")
+    ),
+    "scheduler.resumed_first": _one_of(
+        _assigns("Scheduler", "kv_holding_waiting"), _assigns("Scheduler", "skipped_waiting")
+    ),
+    "scheduler.defer_block_free": _assigns("Scheduler", "defer_block_free", "deferred_frees", "sched_step_seq"),
+    "scheduler.finished_req_ids": _assigns("Scheduler", "finished_req_ids"),
+    "vllm_config.max_concurrent_batches": _members("VllmConfig", "max_concurrent_batches"),
     # v1/request.py
-    "request.next_decode_eligible_step": _sets_attribute("Request", "next_decode_eligible_step"),
-    "request.num_in_flight_tokens": _sets_attribute("Request", "num_in_flight_tokens"),
-    "request.num_output_placeholders": _sets_attribute("Request", "num_output_placeholders"),
-    "request.num_stale_output_tokens": _sets_attribute("Request", "num_stale_output_tokens"),
-    "request.num_preemptions": _sets_attribute("Request", "num_preemptions"),
-    "request.prefill_stats": _sets_attribute("Request", "prefill_stats"),
-    "request.append_output_token_ids": _has_method("Request", "append_output_token_ids", "token_ids"),
+    "request.next_decode_eligible_step": _assigns("Request", "next_decode_eligible_step"),
+    "request.num_in_flight_tokens": _assigns("Request", "num_in_flight_tokens"),
+    "request.num_output_placeholders": _assigns("Request", "num_output_placeholders"),
+    "request.num_stale_output_tokens": _assigns("Request", "num_stale_output_tokens"),
+    "request.num_preemptions": _assigns("Request", "num_preemptions"),
+    "request.prefill_stats": _assigns("Request", "prefill_stats"),
+    "request.append_output_token_ids": _method("Request", "append_output_token_ids", "token_ids"),
+    "request.attributes": _assigns(
+        "Request",
+        "request_id",
+        "client_index",
+        "status",
+        "sampling_params",
+        "prompt_token_ids",
+        "num_prompt_tokens",
+        "num_computed_tokens",
+        "output_token_ids",
+        "structured_output_request",
+        # Read to decide that a request cannot move: one that were missed here would move wrongly.
+        "prompt_embeds",
+        "mm_features",
+        "lora_request",
+        "resumable",
+        "spec_token_ids",
+        "spec_decode_metrics",
+    ),
+    "request.members": _members("Request", "is_finished", "num_tokens", "num_output_tokens"),
+    "sampling_params.fields": _members(
+        "SamplingParams", "extra_args", "logprobs", "n", "num_logprobs", "prompt_logprobs", "seed"
+    ),
+    "structured_output.request": _members(
+        "StructuredOutputRequest", "is_grammar_ready", "grammar", "reasoner", "reasoning_ended"
+    ),
+    "structured_output.accept_tokens": _method("StructuredOutputManager", "accept_tokens", "request", "new_token_ids"),
     # v1/core/kv_cache_manager.py
-    "kv_cache_manager.allocate_slots": _has_method(
+    "kv_cache_manager.allocate_slots": _method(
         "KVCacheManager",
         "allocate_slots",
         "num_new_computed_tokens",
@@ -139,46 +218,64 @@ _PROBES: dict[str, Callable[[], bool]] = {
         "delay_cache_blocks",
         "reserved_blocks",
     ),
-    "kv_cache_manager.get_computed_blocks": _has_method("KVCacheManager", "get_computed_blocks", "request"),
-    "kv_cache_manager.truncate_computed_blocks": _has_method("KVCacheManager", "truncate_computed_blocks"),
-    "kv_cache_manager.pop_blocks_for_free": _has_method("KVCacheManager", "pop_blocks_for_free", "request"),
-    "kv_cache_manager.get_block_ids": _has_method("KVCacheManager", "get_block_ids", "request_id"),
-    "kv_cache_manager.cache_blocks": _has_method("KVCacheManager", "cache_blocks", "request", "num_computed_tokens"),
-    # v1/engine/core.py
-    "engine_core.collective_rpc": _has_method("EngineCore", "collective_rpc", "method", "args"),
-    "engine_core._send_abort_outputs": _has_method("EngineCoreProc", "_send_abort_outputs", "aborted_reqs"),
-    "engine_core._send_error_outputs_to_client": _has_method("EngineCoreProc", "_send_error_outputs_to_client"),
-    "engine_core.utility_future": lambda: (
-        "isinstance(result, Future)" in inspect.getsource(_resolve("EngineCoreProc")._invoke_utility_method)
+    "kv_cache_manager.get_computed_blocks": _method("KVCacheManager", "get_computed_blocks", "request"),
+    "kv_cache_manager.truncate_computed_blocks": _method("KVCacheManager", "truncate_computed_blocks"),
+    "kv_cache_manager.pop_blocks_for_free": _method("KVCacheManager", "pop_blocks_for_free", "request"),
+    "kv_cache_manager.get_block_ids": _method("KVCacheManager", "get_block_ids", "request_id"),
+    "kv_cache_manager.cache_blocks": _method("KVCacheManager", "cache_blocks", "request", "num_computed_tokens"),
+    "kv_cache_manager.block_pool": _all_of(
+        _assigns("KVCacheManager", "block_pool"), _members("BlockPool", "free_blocks", "get_num_free_blocks")
     ),
-    "engine_core_output.fields": _has_fields(
+    # v1/engine/core.py
+    "engine_core.collective_rpc": _method("EngineCore", "collective_rpc", "method", "args"),
+    "engine_core.queues": _assigns("EngineCoreProc", "input_queue", "output_queue"),
+    "engine_core._send_abort_outputs": _method("EngineCoreProc", "_send_abort_outputs", "aborted_reqs"),
+    "engine_core._send_error_outputs_to_client": _method("EngineCoreProc", "_send_error_outputs_to_client"),
+    "engine_core.utility_future": _method_says(
+        "EngineCoreProc", "_invoke_utility_method", "isinstance(result, Future)"
+    ),
+    "engine_core.call_utility_async": _method("AsyncMPClient", "call_utility_async", "method"),
+    "engine_core_output.fields": _members(
         "EngineCoreOutput", "request_id", "new_token_ids", "new_logprobs", "prefill_stats", "finish_reason"
     ),
-    "logprobs_lists.fields": _has_fields("LogprobsLists", "logprob_token_ids", "logprobs", "sampled_token_ranks"),
-    "cached_request_state.fields": _has_fields(
-        "CachedRequestState", "generator", "block_ids", "num_computed_tokens", "output_token_ids"
+    "engine_core_outputs.fields": _members("EngineCoreOutputs", "outputs"),
+    "logprobs_lists.fields": _members("LogprobsLists", "logprob_token_ids", "logprobs", "sampled_token_ranks"),
+    # The worker's half: the V1 runner resumes what is in its `requests`, the V2 runner what the scheduler sends.
+    "cached_request_state.fields": _members(
+        "CachedRequestState",
+        "req_id",
+        "prompt_token_ids",
+        "mm_features",
+        "sampling_params",
+        "generator",
+        "block_ids",
+        "num_computed_tokens",
+        "output_token_ids",
     ),
+    "model_runner.requests": _runner_keeps_requests,
+    "new_request_data.prefill_token_ids": _members("NewRequestData", "prefill_token_ids"),
     # One logical shape for every layer, whatever the physical layout (0.29+, RFC #42082).
-    "kv_cache_layout": lambda: importlib.import_module("vllm.v1.kv_cache_layout") is not None,
+    "kv_cache_layout": lambda sources: sources.has("vllm.v1.kv_cache_layout"),
 }
 
 
-def probes() -> dict[str, bool]:
-    """Evaluates every probe in this process. A probe that raises counts as missing."""
-    return {name: _passes(probe) for name, probe in _PROBES.items()}
+def probes(sources: Sources | None = None) -> dict[str, bool]:
+    """Evaluates every probe, in this process or on `sources`. A probe that raises counts as missing."""
+    looked_at = sources or Installed()
+    return {name: _passes(probe, looked_at) for name, probe in _PROBES.items()}
 
 
-def _passes(probe: Callable[[], bool]) -> bool:
+def _passes(probe: Probe, sources: Sources) -> bool:
     # A probe looks into code that may have changed in any way: whatever it raises means "not as we know it".
     try:
-        return bool(probe())
+        return bool(probe(sources))
     except Exception:
         return False
 
 
-def missing_probes() -> list[str]:
+def missing_probes(sources: Sources | None = None) -> list[str]:
     """Names of the probes that fail, sorted; empty when migration is supported."""
-    return sorted(name for name, found in probes().items() if not found)
+    return sorted(name for name, found in probes(sources).items() if not found)
 
 
 def vllm_version() -> str:
@@ -193,7 +290,7 @@ def install_engine_utility() -> None:
     Raises:
         RuntimeError: vLLM already has an attribute of that name.
     """
-    engine_core = _resolve("EngineCore")
+    engine_core = resolve(_NAMES["EngineCore"])
     from vllm_plugin import engine
 
     for name, function in ((ENGINE_UTILITY, engine.utility), (ENGINE_PUMP, engine.pump)):
@@ -203,3 +300,48 @@ def install_engine_utility() -> None:
         if hasattr(engine_core, name):
             raise RuntimeError(f"vLLM's EngineCore already has an attribute {name!r}")
         setattr(engine_core, name, function)
+
+
+# -- the same in every supported version -------------------------------------------------------------------------------
+
+
+def _run_slots_attribute(scheduler: Any) -> str:
+    # 0.31 split the limit of admissions from the size of the model runner's batch.
+    return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
+
+
+def run_slots(scheduler: Any) -> int:
+    """How many requests may run at once."""
+    slots: int = getattr(scheduler, _run_slots_attribute(scheduler))
+    return slots
+
+
+def set_run_slots(scheduler: Any, slots: int) -> None:
+    """Limits admissions. Never below what runs now: 0.30 asserts that."""
+    setattr(scheduler, _run_slots_attribute(scheduler), max(slots, len(scheduler.running)))
+
+
+def nothing_waits(scheduler: Any) -> bool:
+    """True when no request waits in any of the scheduler's queues."""
+    return not scheduler.waiting and not _first_queue(scheduler)
+
+
+def committed_waiting(scheduler: Any) -> int:
+    """Requests that own KV blocks and wait for a run slot, as a committed one does until its first step."""
+    if hasattr(scheduler, "kv_holding_waiting"):
+        return len(scheduler.kv_holding_waiting)
+    queues = (scheduler.skipped_waiting, scheduler.waiting)
+    return sum(1 for queue in queues for request in queue if request.num_computed_tokens > 0)
+
+
+def enqueue_resumed(scheduler: Any, request: Any) -> None:
+    """Queues a request that owns its blocks before all that own none."""
+    if hasattr(scheduler, "kv_holding_waiting"):
+        scheduler._enqueue_waiting_request(request)
+    else:
+        # 0.30 takes from `skipped_waiting` first; by itself it would put the request behind all others.
+        scheduler.skipped_waiting.prepend_request(request)
+
+
+def _first_queue(scheduler: Any) -> Any:
+    return scheduler.kv_holding_waiting if hasattr(scheduler, "kv_holding_waiting") else scheduler.skipped_waiting
