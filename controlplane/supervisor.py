@@ -143,6 +143,22 @@ class Stack:
             for waiting in running:
                 waiting.cancel()
 
+    # -- services ------------------------------------------------------------------------------------------------------
+
+    def service(self, name: str) -> ManagedProcess:
+        """The process "valkey", "panel" (with the proxy in it) or "worker"."""
+        return next(process for process in self._services if process.name == name)
+
+    async def until_panel_ready(self) -> None:
+        """Waits until the panel answers and routes to a model."""
+
+        async def ready() -> bool:
+            async with self.client() as client:
+                models = await client.get("/v1/models")
+                return (await client.get("/readyz")).status_code == 200 and bool(models.json().get("data"))
+
+        await self._until(ready, f"panel at {self.url}", PANEL_START_S)
+
     # -- instances -----------------------------------------------------------------------------------------------------
 
     async def restart_instance(self, letter: str) -> None:

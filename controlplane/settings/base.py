@@ -28,10 +28,10 @@ CSRF_TRUSTED_ORIGINS = [VLLM_HI_PUBLIC_URL]
 #: Seconds. An instance that has not sent a heartbeat for that long is unreachable (it sends one every 2 s).
 VLLM_HI_HEARTBEAT_TIMEOUT_S = 6.0
 #: Seconds. How long a worker may be silent before its migration job is taken away from it, and how often it renews.
-VLLM_HI_JOB_LEASE_S = 30.0
-VLLM_HI_JOB_RENEW_S = 5.0
+VLLM_HI_JOB_LEASE_S = env.float("VLLM_HI_JOB_LEASE_S", default=30.0)
+VLLM_HI_JOB_RENEW_S = env.float("VLLM_HI_JOB_RENEW_S", default=5.0)
 #: Seconds. The lease that instances put on what a migration holds there.
-VLLM_HI_SESSION_LEASE_S = 30.0
+VLLM_HI_SESSION_LEASE_S = env.float("VLLM_HI_SESSION_LEASE_S", default=30.0)
 #: Seconds. How long a job waits for the proxies to acknowledge a new routing table.
 VLLM_HI_ROUTE_ACK_S = 5.0
 #: Seconds. How long requests that cannot move may keep the source of a migration alive.
