@@ -12,7 +12,8 @@ hides it. Paths in comments are relative to the installed `vllm` package.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm_plugin.sources import Installed, Sources, assigned_attributes, class_in, resolve
@@ -24,8 +25,8 @@ __all__ = [
     "missing_probes",
     "nothing_waits",
     "probes",
+    "promised_run_slots",
     "run_slots",
-    "set_run_slots",
     "vllm_version",
 ]
 
@@ -316,9 +317,16 @@ def run_slots(scheduler: Any) -> int:
     return slots
 
 
-def set_run_slots(scheduler: Any, slots: int) -> None:
-    """Limits admissions. Never below what runs now: 0.30 asserts that."""
-    setattr(scheduler, _run_slots_attribute(scheduler), max(slots, len(scheduler.running)))
+@contextmanager
+def promised_run_slots(scheduler: Any, promised: int) -> Iterator[None]:
+    """Keeps `promised` run slots free of admissions. What runs already counts as allowed: 0.30 asserts that."""
+    attribute = _run_slots_attribute(scheduler)
+    slots = getattr(scheduler, attribute)
+    setattr(scheduler, attribute, max(slots - promised, len(scheduler.running)))
+    try:
+        yield
+    finally:
+        setattr(scheduler, attribute, slots)
 
 
 def nothing_waits(scheduler: Any) -> bool:
