@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from proxy.context import Context, Send
 from proxy.control import ControlLink, ControlLinks
 from proxy.errors import ApiError, model_not_found
 from proxy.leg import client_session
@@ -17,7 +18,7 @@ from proxy.movable import MOVABLE_PATHS
 from proxy.relay import relay_plain
 from proxy.routing import Routing, RoutingTable
 from proxy.settings import ProxySettings
-from proxy.stream import Context, LiveStream, Send
+from proxy.stream import LiveStream
 from proxy.tags import parse_request
 from vllm_plugin.wire import CloseLeg, Freezing, LegOpened, OpenLeg, Producing, ProxyMessage, Resolve, Resolved
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from proxy.context import Context, Send
 from proxy.errors import upstream_lost
 from proxy.headers import RawHeaders, from_upstream, request_id, to_upstream
 from proxy.leg import Leg
-from proxy.stream import Context, Send
 from proxy.tags import ClientRequest
 
 __all__ = ["relay_plain"]

@@ -16,61 +16,25 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
-import msgspec
-
+from proxy.context import Context, Send
 from proxy.control import ControlLink
-from proxy.cut import Cursor, Cut
-from proxy.errors import ApiError, error_event, upstream_lost
+from proxy.cursor import Cursor
+from proxy.cuts import cut_for
+from proxy.errors import ApiError, upstream_lost
 from proxy.headers import RawHeaders, from_upstream, request_id, to_upstream
 from proxy.leg import Head, Leg
-from proxy.live import LiveStreams
 from proxy.movable import refusal
 from proxy.pace import Pace
-from proxy.routing import Route, Routing
-from proxy.settings import ProxySettings
+from proxy.routing import Route
+from proxy.second import FirstTokenNotice, SecondLeg
 from proxy.tags import ClientRequest
-from vllm_plugin.wire import Discarded, FirstToken, LegOpened, OpenLeg, Producing, Resolve, Resolved, Switched
+from vllm_plugin.wire import LegOpened, OpenLeg, Producing, Resolve, Resolved
 
-__all__ = ["Context", "LiveStream"]
+__all__ = ["LiveStream"]
 
 log = logging.getLogger(__name__)
-
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class Context:
-    """What all streams of a worker share."""
-
-    settings: ProxySettings
-    session: aiohttp.ClientSession
-    routing: Routing
-    live: LiveStreams
-    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
-
-
-@dataclass
-class SecondLeg:
-    """A leg that the client gets nothing from yet.
-
-    Attributes:
-        link: the connection to the instance that asked for it.
-        reported: A has been told that it is open, so A must be told when it is not any more.
-        dropped: why it was closed, "" while it is not.
-    """
-
-    leg: Leg
-    ticket: str
-    link: ControlLink
-    reported: bool = False
-    dropped: str = ""
-    frozen: bool = False
-    patience: asyncio.TimerHandle | None = None
 
 
 class LiveStream:
@@ -92,12 +56,12 @@ class LiveStream:
         self._over = False
         self._started = False
         self._wake = asyncio.Event()
-        self._cut = Cut(request.wants_token_ids, request.choices)
+        self._cut = cut_for(path, request)
         self._cursor = self._cut.cursor()
         self._withheld = b""
         self._collected: list[bytes] = []
         self._pace = Pace()
-        self._first_token: tuple[ControlLink, str, int, asyncio.Task[None]] | None = None
+        self._first_token: FirstTokenNotice | None = None
 
     async def serve(self) -> None:
         """Answers the client.
@@ -209,32 +173,23 @@ class LiveStream:
                 link.send(LegOpened(message.call, False, "target_not_connected", text))
                 return
             leg = self._open_leg(message.base_url, instance_id or message.base_url, message.ticket)
-            second = self._second = SecondLeg(leg, message.ticket, link)
+            second = self._second = SecondLeg(self._context, self.stream_id, leg, message.ticket, link)
         elif second.ticket != message.ticket:
             text = "the stream has a second leg already; close that one first"
             link.send(LegOpened(message.call, False, "leg_exists", text))
             return
-        self._context.spawn(self._report_opened(second, message.call, link))
+        second.report_opened(message.call, link, self._not_opened)
 
-    async def _report_opened(self, second: SecondLeg, call: int, link: ControlLink) -> None:
-        if await second.leg.sent() and not second.dropped:
-            second.reported = True
-            link.send(LegOpened(call, True))
-            return
+    def _not_opened(self, second: SecondLeg) -> None:
         if self._second is second:
-            self._forget_second("connect_failed")
-        link.send(LegOpened(call, False, second.dropped, second.leg.error or "the leg was closed again at once"))
+            self._second = None
+            second.discard_for_a("connect_failed")
 
     def freezing(self, ticket: str) -> None:
         """Starts the patience of a handover."""
         second = self._matching(ticket)
-        if second is None:
-            return
-        second.frozen = True
-        if second.patience is not None:
-            second.patience.cancel()
-        loop = asyncio.get_running_loop()
-        second.patience = loop.call_later(self._context.settings.patience_s, self._out_of_patience, second)
+        if second is not None:
+            second.freeze(self._out_of_patience)
 
     def _out_of_patience(self, second: SecondLeg) -> None:
         if self._second is second:
@@ -242,29 +197,38 @@ class LiveStream:
 
     def close_leg(self, ticket: str) -> None:
         """Closes leg two on A's request: A knows, so nothing is said."""
-        if self._matching(ticket) is not None:
-            self._forget_second("closed_by_a").leg.close()
+        second = self._matching(ticket)
+        if second is not None:
+            self._second = None
+            second.discard_for_a("closed_by_a")
             self._wake.set()
 
     def resolve(self, message: Resolve, link: ControlLink) -> None:
         """Tells A who owns the stream; if that is open, A does, and leg two is closed before A hears it."""
-        if self._matching(message.ticket) is not None:
-            leg = self._forget_second("resolved").leg
-            self._close_then(leg, link, Resolved(message.call, "discarded"))
+        second = self._matching(message.ticket)
+        if second is not None:
+            self._second = None
+            second.discard_for_a("resolved", (message, link))
             self._wake.set()
         else:
             link.send(Resolved(message.call, self._context.live.outcome(message.ticket)))
 
     def producing(self, message: Producing) -> None:
-        """Switches to leg two, unless A had resumed."""
+        """Switches to leg two, unless A had resumed.
+
+        Where no token ids are on the wire it cannot be seen whether the client is ahead of B. It never is as long as A
+        resumes only after B's refusal or the end of leg two, and A's last resort (10 s) is far beyond the patience that
+        ends leg two. If it is nevertheless, the client waits until B has computed the same characters again.
+        """
         second = self._matching(message.ticket)
         if second is None or self._over:
             return
-        if self._cut.tokens > message.tokens:
+        if self._cut.counted and self._cut.tokens > message.tokens:
             self._drop_second("client_ahead")
             return
-        self._forget_second()
+        self._second = None
         old, self._leg = self._leg, second.leg
+        assert old is not None
         self._moved = True
         self._occupy(second.leg.instance_id)
         self._cursor = self._cut.cursor()
@@ -272,43 +236,21 @@ class LiveStream:
         self._collected.clear()
         tokens = self._cut.tokens
         log.info("stream %s moved to %s with %d tokens", self.stream_id, self.instance_id, tokens)
-        assert old is not None
-        closing = self._close_then(old, second.link, Switched(self.stream_id, second.ticket, tokens))
+        notice = second.switch(old, tokens, message.tokens)
         if self._request.streamed:
             self._pace.switched_at = time.monotonic()
-            self._first_token = (second.link, second.ticket, message.tokens, closing)
+            self._first_token = notice
         self._wake.set()
 
     def _matching(self, ticket: str) -> SecondLeg | None:
         return self._second if self._second is not None and self._second.ticket == ticket else None
 
-    def _forget_second(self, dropped: str = "") -> SecondLeg:
-        second = self._second
-        assert second is not None
-        self._second = None
-        second.dropped = dropped
-        if second.patience is not None:
-            second.patience.cancel()
-        self._context.live.decide(second.ticket, "discarded" if dropped else "switched")
-        return second
-
     def _drop_second(self, reason: str) -> None:
-        """Closes leg two and tells A: by `Discarded`, or by the answer that A still waits for."""
-        second = self._forget_second(reason)
+        second, self._second = self._second, None
+        assert second is not None
         log.info("stream %s stays on %s: %s", self.stream_id, self.instance_id, reason)
-        if second.reported:
-            self._close_then(second.leg, second.link, Discarded(self.stream_id, second.ticket, reason))
-        else:
-            second.leg.close()
+        second.discard(reason)
         self._wake.set()
-
-    def _close_then(self, leg: Leg, link: ControlLink, message: msgspec.Struct) -> asyncio.Task[None]:
-        async def close() -> None:
-            await leg.closed()
-            link.send(message)
-
-        leg.close()
-        return self._context.spawn(close())
 
     # -- forwarding ----------------------------------------------------------------------------------------------------
 
@@ -335,7 +277,7 @@ class LiveStream:
             self._drop_second("leg_one_lost")
         log.warning("no answer from %s: %s", leg.url, leg.error)
         if self._started:
-            await self._finish(error_event(upstream_lost()))
+            await self._finish(self._cut.failure(upstream_lost()))
             return True
         if self._moved:
             raise upstream_lost()
@@ -367,7 +309,7 @@ class LiveStream:
             return False
         else:
             log.warning("stream %s broke on %s: %s", self.stream_id, self.instance_id, leg.error or "ended too early")
-            await self._finish(error_event(upstream_lost()))
+            await self._finish(self._cut.failure(upstream_lost()))
         return True
 
     async def _forward_chunk(self, chunk: bytes) -> None:
@@ -390,19 +332,14 @@ class LiveStream:
 
     def _report_first_token(self, cursor: Cursor) -> None:
         """Tells A how long the client waited, once something that B itself generated is with the client."""
-        if self._first_token is None or cursor is not self._cursor:
+        notice = self._first_token
+        if notice is None or cursor is not self._cursor:
             return
-        link, ticket, replayed, closing = self._first_token
-        if 0 < cursor.tokens <= replayed and not self._cut.finished:
+        # Uncounted, anything new passes for B's own: it may be one that A had generated and not delivered.
+        if 0 < cursor.tokens <= notice.replayed and not self._cut.finished:
             return
         self._first_token = None
-        message = FirstToken(self.stream_id, ticket, self._pace.gap_ms(), self._pace.itl_ms())
-
-        async def report() -> None:
-            await closing
-            link.send(message)
-
-        self._context.spawn(report())
+        notice.send(self._pace.gap_ms(), self._pace.itl_ms())
 
     async def _forward_whole(self, leg: Leg, head: Head) -> bool:
         """Forwards an answer in one piece: a non-streamed one, or an error."""
@@ -417,7 +354,7 @@ class LiveStream:
         if self._second is not None:
             self._drop_second("finished")
         if self._started:  # leg one had begun to stream, and leg two, which owns the stream, answers with an error
-            await self._finish(error_event(upstream_lost()))
+            await self._finish(self._cut.failure(upstream_lost()))
             return True
         if leg.ended == "broken":
             raise upstream_lost()
