@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,12 +44,17 @@ class Migration:
 
 @dataclass
 class MigrationRun:
-    """Everything one measurement saw."""
+    """Everything one measurement saw. `migrations`: in the order in which they were run."""
 
     references: list[Answer]
     answers: list[Answer]
     verdicts: list[Verdict]
-    migration: Migration
+    migrations: list[Migration]
+
+    @property
+    def migration(self) -> Migration:
+        """The first one, for measurements that have only that."""
+        return self.migrations[0]
 
 
 class Panel:
@@ -100,7 +106,8 @@ class Panel:
             if time.monotonic() - began > limit_s:
                 raise RuntimeError(f"migration {job_id} is still {job['state']} after {limit_s:.0f} s")
             await asyncio.sleep(0.2)
-        return Migration(job, await self.rows(f"{path}/rounds"), await self.rows(f"{path}/requests"))
+        requests = [{**row, "job": job_id} for row in await self.rows(f"{path}/requests")]
+        return Migration(job, await self.rows(f"{path}/rounds"), requests)
 
 
 async def migrate_under_load(
@@ -112,6 +119,7 @@ async def migrate_under_load(
     requests: list[Request],
     *,
     start_after_tokens: int = 30,
+    further: Sequence[int] = (),
     migration_type: str = "preserve_source",
     references: list[Answer] | None = None,
 ) -> MigrationRun:
@@ -119,12 +127,15 @@ async def migrate_under_load(
 
     Args:
         start_after_tokens: the migration starts when every stream has delivered that many tokens.
+        further: after the first migration one more for each of these, back to the instance that was left: each starts
+            when every stream has delivered that many more tokens. None is started when all requests have ended.
         references: answers of an earlier undisturbed run of the same requests; None runs them now.
 
     Raises:
-        RuntimeError: the panel refused the migration or it never ended.
+        RuntimeError: the panel refused a migration or it never ended.
     """
     headers = {"Authorization": f"Bearer {api_token}"}
+    migrations: list[Migration] = []
     async with aiohttp.ClientSession(url, headers=headers) as session:
         panel = Panel(session)
         if references is None:
@@ -132,22 +143,29 @@ async def migrate_under_load(
         live: list[Answer] = []
         load = asyncio.ensure_future(run_requests(url, model, requests, progress=live.extend))
         try:
-            await _until_all_have(live, start_after_tokens, load)
-            migration = await panel.finished(await panel.migrate(source, target, migration_type=migration_type))
+            for tokens in (start_after_tokens, *further):
+                await _until_all_have(live, tokens, load)
+                if load.done() and migrations:
+                    break
+                job = await panel.migrate(source, target, migration_type=migration_type)
+                migrations.append(await panel.finished(job))
+                source, target = target, source
             answers = await load
         finally:
             load.cancel()
-        found = verdicts(references, answers, migration.requests)
-        for verdict, answer in zip(found, answers, strict=True):
-            if not answer.request.repeatable:
-                verdict.differences += await rescore(url, model, answer)
-    return MigrationRun(references, answers, found, migration)
+    found = verdicts(references, answers, [row for migration in migrations for row in migration.requests])
+    for verdict, answer in zip(found, answers, strict=True):
+        if not answer.request.repeatable:
+            verdict.differences += await rescore(url, model, answer)
+    return MigrationRun(references, answers, found, migrations)
 
 
 async def _until_all_have(live: list[Answer], tokens: int, load: asyncio.Future[Any]) -> None:
+    """Waits until every stream that goes on has `tokens` more tokens than now."""
+    had = {id(answer): answer.progress for answer in live}
     while not load.done():
         streams = [answer for answer in live if answer.request.streamed]
-        if streams and all(answer.error or len(answer.token_ids) >= tokens for answer in streams):
+        if streams and all(answer.over or answer.progress >= had.get(id(answer), 0) + tokens for answer in streams):
             return
         await asyncio.sleep(0.02)
 
@@ -182,9 +200,9 @@ def _table(run: MigrationRun) -> Table:
     for verdict, answer in zip(run.verdicts, run.answers, strict=True):
         table.add_row(
             verdict.name,
-            str(answer.usage.get("prompt_tokens", "")),
-            str(len(answer.token_ids)),
-            "-" if verdict.cut_at is None else str(verdict.cut_at),
+            str(answer.billed["prompt_tokens"] or ""),
+            str(answer.tokens),
+            ", ".join(map(str, verdict.cuts)) or "-",
             "-" if verdict.gap_ms is None else f"{verdict.gap_ms:.0f}",
             "-" if verdict.itl_ms is None else f"{verdict.itl_ms:.0f}",
             "[green]exact" if verdict.exact else "[red]" + "; ".join(verdict.differences),

@@ -7,14 +7,17 @@ event may carry several.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
+
+from benchmarks.answers import Answer, Request
+from benchmarks.messages_answers import MessagesReader
+from benchmarks.openai_answers import OpenAIReader
+from benchmarks.responses_answers import ResponsesReader
 
 __all__ = ["Answer", "Request", "mixed_requests", "run_requests"]
 
@@ -34,51 +37,20 @@ _SENTENCES = (
 )
 
 
-@dataclass(frozen=True)
-class Request:
-    """One request as a client would send it.
+class _Reader(Protocol):
+    """What takes an answer apart; one for each API."""
 
-    Attributes:
-        name: what kind it is, unique within a run.
-        path: `/v1/chat/completions` or `/v1/completions`.
-        body: OpenAI body without `model`.
-        repeatable: the same body gives the same tokens each time (greedy or seeded).
-    """
+    def event(self, name: str, data: bytes, now: float) -> None: ...
 
-    name: str
-    path: str
-    body: dict[str, Any]
-    repeatable: bool = True
+    def end(self) -> None: ...
 
-    @property
-    def streamed(self) -> bool:
-        return bool(self.body.get("stream"))
+    def document(self, document: dict[str, Any]) -> None: ...
 
 
-@dataclass
-class Answer:
-    """What the client got.
-
-    Attributes:
-        stream_id: the proxy's name for the stream (`x-vllm-hi-stream`), "" when it gave none.
-        arrivals: for each event with tokens: monotonic time in seconds, number of tokens.
-        logprobs: of the sampled tokens, in order; empty when not asked for.
-        document: a non-streamed answer as it came, without `id` and `created`.
-        error: why there is no complete answer, "" when there is one.
-    """
-
-    request: Request
-    stream_id: str = ""
-    ids: set[str] = field(default_factory=set)
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    prompt_token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    usage: dict[str, Any] = field(default_factory=dict)
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
-    document: dict[str, Any] | None = None
-    error: str = ""
+_READERS: dict[str, Callable[[Answer], _Reader]] = {
+    "/v1/responses": ResponsesReader,
+    "/v1/messages": MessagesReader,
+}
 
 
 def mixed_requests(count: int = 8, *, tokens: int = 240, salt: int = 0, whole: int = 0) -> list[Request]:
@@ -169,66 +141,33 @@ async def run_requests(
 
 async def _run(session: aiohttp.ClientSession, model: str, answer: Answer) -> None:
     request = answer.request
+    reader = _READERS.get(request.path, OpenAIReader)(answer)
     try:
         async with session.post(request.path, json={"model": model, **request.body}) as response:
             answer.stream_id = response.headers.get("x-vllm-hi-stream", "")
             if response.status != 200:
                 answer.error = f"HTTP {response.status}: {(await response.text())[:300]}"
             elif request.streamed:
-                await _read_events(response, answer)
+                await _read_events(response, reader)
+                reader.end()
             else:
-                _read_document(answer, await response.json())
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+                reader.document(await response.json())
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
         answer.error = f"{type(error).__name__}: {error}"
+    finally:
+        answer.over = True
 
 
-async def _read_events(response: aiohttp.ClientResponse, answer: Answer) -> None:
-    ended = False
-    async for line in response.content:
-        if not line.startswith(b"data:"):
-            continue
+async def _read_events(response: aiohttp.ClientResponse, reader: _Reader) -> None:
+    name, tail = "", b""
+    # Not line by line: an event that repeats a long answer is longer than aiohttp's lines may be.
+    async for chunk in response.content.iter_any():
         now = time.monotonic()
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            ended = True
-            continue
-        event = json.loads(data)
-        if "error" in event:
-            answer.error = f"error event: {event['error']}"
-            continue
-        _read_event(answer, event, now)
-    if not ended and not answer.error:
-        answer.error = "the stream ended without [DONE]"
-
-
-def _read_event(answer: Answer, event: dict[str, Any], now: float) -> None:
-    answer.ids.add(event.get("id", ""))
-    if event.get("usage"):
-        answer.usage = event["usage"]
-    if event.get("prompt_token_ids"):
-        answer.prompt_token_ids = event["prompt_token_ids"]
-    for choice in event.get("choices", ()):
-        _read_choice(answer, choice, choice.get("delta", choice))
-        ids = choice.get("token_ids") or []
-        if ids:
-            answer.arrivals.append((now, len(ids)))
-
-
-def _read_document(answer: Answer, document: dict[str, Any]) -> None:
-    answer.ids.add(document.get("id", ""))
-    answer.usage = document.get("usage") or {}
-    choice = document["choices"][0]
-    answer.prompt_token_ids = choice.get("prompt_token_ids") or document.get("prompt_token_ids") or []
-    _read_choice(answer, choice, choice.get("message", choice))
-    answer.document = {name: value for name, value in document.items() if name not in ("id", "created")}
-
-
-def _read_choice(answer: Answer, choice: dict[str, Any], content: dict[str, Any]) -> None:
-    answer.text += content.get("content") or content.get("text") or ""
-    answer.token_ids += choice.get("token_ids") or []
-    answer.prompt_token_ids = choice.get("prompt_token_ids") or answer.prompt_token_ids
-    answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-    logprobs = choice.get("logprobs") or {}
-    if logprobs.get("content"):
-        answer.logprobs += [token["logprob"] for token in logprobs["content"]]
-    answer.logprobs += logprobs.get("token_logprobs") or []
+        *lines, tail = (tail + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"event:"):
+                name = line[6:].strip().decode()
+            elif line.startswith(b"data:"):
+                reader.event(name, line[5:].strip(), now)
+            elif not line.strip():
+                name = ""

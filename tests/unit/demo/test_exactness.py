@@ -6,27 +6,29 @@ from typing import Any
 
 import pytest
 
-from benchmarks.exactness import Verdict, compare, percentile, verdicts
+from benchmarks.answers import Answer, Choice, ToolCall
+from benchmarks.exactness import Split, Verdict, compare, percentile, verdicts
 from benchmarks.live_migration import Migration, MigrationRun, summary
-from benchmarks.streams import Answer, Request, mixed_requests
+from benchmarks.streams import Request, mixed_requests
 
 
 def _answer(tokens: list[int], *, repeatable: bool = True, **changes: Any) -> Answer:
     request = Request("greedy", "/v1/completions", {"stream": True}, repeatable)
     answer = Answer(request, stream_id="s1")
-    answer.token_ids = list(tokens)
-    answer.text = "".join(chr(97 + token % 26) for token in tokens)
-    answer.logprobs = [-token / 100 for token in tokens]
-    answer.finish_reason = "length"
+    choice = answer.choice(0)
+    choice.token_ids = list(tokens)
+    choice.text = "".join(chr(97 + token % 26) for token in tokens)
+    choice.logprobs = [-token / 100 for token in tokens]
+    choice.finish_reason = "length"
     answer.usage = {"prompt_tokens": 7, "completion_tokens": len(tokens), "total_tokens": 7 + len(tokens)}
     answer.arrivals = [(100 + 0.02 * index, 1) for index in range(len(tokens))]
     for name, value in changes.items():
-        setattr(answer, name, value)
+        setattr(choice if hasattr(choice, name) else answer, name, value)
     return answer
 
 
-def _row(tokens: int, outcome: str = "moved", stream_id: str = "s1") -> dict[str, Any]:
-    return {"stream_id": stream_id, "outcome": outcome, "output_tokens": tokens, "tail_bytes": 10}
+def _row(tokens: int, outcome: str = "moved", stream_id: str = "s1", job: str = "j1") -> dict[str, Any]:
+    return {"stream_id": stream_id, "outcome": outcome, "output_tokens": tokens, "tail_bytes": 10, "job": job}
 
 
 TOKENS = list(range(60))
@@ -56,6 +58,12 @@ def test_a_duplicated_token_is_counted() -> None:
         ({"usage": {"prompt_tokens": 8, "completion_tokens": 60, "total_tokens": 68}}, "usage is"),
         ({"logprobs": [-token / 100 - (0.001 if token == 50 else 0) for token in TOKENS]}, "differs by 1.0e-03"),
         ({"logprobs": []}, "0 log-probabilities, not 60"),
+        ({"reasoning": "hm"}, "reasoning differs from character 0"),
+        ({"stop_reason": "the end"}, "stop reason is 'the end', not None"),
+        ({"tools": {0: ToolCall("call-1", "weather", "{}")}}, "tool calls are [(0, 'weather', '{}')], not []"),
+        ({"alternatives": [{"a": -1.0}]}, "top log-probabilities for 1 tokens, not 0"),
+        ({"offsets": [3]}, "text offsets"),
+        ({"faults": ["[DONE] came twice"]}, "[DONE] came twice"),
         ({"error": "the stream ended without [DONE]"}, "no complete answer"),
     ],
 )
@@ -67,6 +75,55 @@ def test_each_kind_of_difference_is_named(changes: dict[str, Any], expected: str
 def test_rounding_noise_in_log_probabilities_is_no_difference() -> None:
     noisy = [-token / 100 + 4e-5 for token in TOKENS]
     assert compare(_answer(TOKENS), _answer(TOKENS, logprobs=noisy)).exact
+
+
+def test_what_vllm_breaks_itself_is_not_a_difference() -> None:
+    faults = {"faults": ["choice 0 has a second role"]}
+    assert compare(_answer(TOKENS, **faults), _answer(TOKENS, **faults)).exact
+
+
+def test_choices_are_compared_one_by_one() -> None:
+    reference, answer = _answer(TOKENS), _answer(TOKENS)
+    reference.choices[1] = Choice(text="b", token_ids=[5, 6, 7])
+    answer.choices[1] = Choice(text="b", token_ids=[5, 9, 7])
+    verdict = compare(reference, answer)
+    assert verdict.differences == ["choice 1: token ids differ from token 1 on (1 lost, 1 extra)"]
+    assert [str(split) for split in verdict.splits] == ["choice 1 token 1: 6 became 9, logit gap unknown"]
+    del answer.choices[1]
+    assert "choices are [0], not [0, 1]" in compare(reference, answer).differences
+
+
+def test_alternatives_may_change_places_only_where_they_are_as_likely() -> None:
+    def alternatives(*rows: dict[str, float]) -> Answer:
+        return _answer(TOKENS, alternatives=list(rows))
+
+    expected = alternatives({"a": -1.0, "b": -2.0})
+    assert compare(expected, alternatives({"a": -1.00005, "c": -2.0003})).exact
+    assert not compare(expected, alternatives({"a": -1.001, "b": -2.0})).exact
+    assert not compare(expected, alternatives({"a": -1.0, "c": -2.5})).exact
+    assert not compare(expected, alternatives({"c": -1.0, "b": -2.0})).exact
+
+
+def test_a_tie_is_a_matter_of_the_gap() -> None:
+    assert Split(0, 3, 1, 2, gap=4e-4).tied
+    assert not Split(0, 3, 1, 2, gap=0.2).tied
+    assert not Split(0, 3, 1, 2).tied, "what nobody has weighed is no tie"
+
+
+def test_what_is_made_up_anew_for_each_answer_is_not_compared() -> None:
+    one = {"id": "a", "created": 1, "choices": [{"message": {"tool_calls": [{"id": "t1", "function": {"name": "w"}}]}}]}
+    other = {
+        "id": "b",
+        "created": 2,
+        "choices": [{"message": {"tool_calls": [{"id": "t2", "function": {"name": "w"}}]}}],
+    }
+    assert compare(_answer(TOKENS, document=one), _answer(TOKENS, document=other)).exact
+
+
+def test_a_stream_that_moved_twice_has_two_cuts_and_requests_of_one_migration_count_together() -> None:
+    rows = [_row(20, job="j1"), _row(20, job="j1"), _row(50, job="j2")]
+    (verdict,) = verdicts([_answer(TOKENS)], [_answer(TOKENS)], rows)
+    assert verdict.cuts == [40, 50] and verdict.cut_at == 40 and verdict.counted
 
 
 def test_whole_answers_differ_only_in_what_they_say() -> None:
@@ -126,12 +183,12 @@ def test_events_with_several_tokens_are_counted_by_tokens() -> None:
 
 def test_the_summary_counts_only_what_was_cut() -> None:
     found = [
-        Verdict("a", cut_at=30, counted=True, gap_ms=40.0, itl_ms=20.0),
-        Verdict("b", differences=["text differs"], lost=2, cut_at=30, counted=True, gap_ms=90.0, itl_ms=30.0),
+        Verdict("a", cuts=[30], counted=True, gap_ms=40.0, itl_ms=20.0),
+        Verdict("b", differences=["text differs"], lost=2, cuts=[30], counted=True, gap_ms=90.0, itl_ms=30.0),
         Verdict("c", differences=["text differs"], lost=7),
     ]
     migration = Migration({"state": "done", "bytes_total": 140}, [{}, {}], [_row(30), _row(30, "stayed")])
-    assert summary(MigrationRun([], [], found, migration)) == {
+    assert summary(MigrationRun([], [], found, [migration])) == {
         "streams": 2,
         "moved": 1,
         "identical": 1,
