@@ -7,6 +7,7 @@ asynchronous tests can use it alike. Logs stay in `test-artifacts/engine/logs`.
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 import threading
@@ -31,6 +32,9 @@ Result = TypeVar("Result")
 
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m"
+#: Another folder and other ports let a run go beside another one (benchmarks/versions.py).
+FOLDER = Path(os.environ.get("VLLM_HI_TEST_FOLDER") or ROOT / "test-artifacts")
+FIRST_PORT = int(os.environ.get("VLLM_HI_TEST_PORT") or 8100)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,9 +75,9 @@ class RunningStack:
         self._thread.start()
         options = StackOptions(
             state_dir=state_dir,
-            panel_port=8102,
-            first_instance_port=8100,
-            first_data_port=9100,
+            panel_port=FIRST_PORT + 2,
+            first_instance_port=FIRST_PORT,
+            first_data_port=FIRST_PORT + 1000,
             instances=InstanceOptions(model=str(chat_model()), served_model_name=MODEL, faults=True),
             say=lambda line: sys.stderr.write(line + "\n"),
         )
@@ -247,7 +251,7 @@ class RunningStack:
 
 @pytest.fixture(scope="session")
 def stack() -> Iterator[RunningStack]:
-    state_dir = ROOT / "test-artifacts" / "engine"
+    state_dir = FOLDER / "engine"
     shutil.rmtree(state_dir, ignore_errors=True)
     state_dir.mkdir(parents=True)
     running = RunningStack(state_dir)
