@@ -40,6 +40,8 @@ class Instance(models.Model):
     capabilities = models.JSONField(default=dict, blank=True)
     kv = models.JSONField(default=dict, blank=True)
     requests = models.JSONField(default=dict, blank=True)
+    #: Names of the LoRA adapters that it serves beside its model; they come and go while it runs.
+    adapters = models.JSONField(default=list, blank=True)
 
     pid = models.PositiveBigIntegerField(null=True, blank=True)
     #: False from the registration of a new process until its first heartbeat told which role it really has.

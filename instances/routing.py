@@ -46,8 +46,9 @@ return 1
 
 
 def build_table(version: int) -> dict[str, Any]:
-    """Returns `{version, models: {name: {max_model_len, active: [id]}}, instances: {id: {base_url, ...}}}`.
+    """Returns `{version, models: {name: {max_model_len, active: [id], parent}}, instances: {id: {base_url, ...}}}`.
 
+    An adapter is a model of its own: requests for it go where it is loaded; `parent` is the model that it belongs to.
     A model without an instance that can serve it stays in the table with an empty `active` as long as one is known:
     "nobody can serve it now" is another answer than "unknown model".
     """
@@ -55,12 +56,14 @@ def build_table(version: int) -> dict[str, Any]:
     instances: dict[str, dict[str, Any]] = {}
     known = Instance.objects.exclude(status__in=[InstanceStatus.DESTROYED, InstanceStatus.REGISTERING])
     for instance in known.order_by("vllm_hi_id"):
-        model = models.setdefault(instance.served_model_name, {"max_model_len": None, "active": []})
-        if model["max_model_len"] is None:
-            model["max_model_len"] = instance.inference_params.get("max_model_len")
         serving = instance.routed and instance.status in _SERVING
-        if serving:
-            model["active"].append(instance.vllm_hi_id)
+        base = instance.served_model_name
+        for name, parent in [(base, None), *((name, base) for name in instance.adapters if name != base)]:
+            model = models.setdefault(name, {"max_model_len": None, "active": [], "parent": parent})
+            if model["max_model_len"] is None:
+                model["max_model_len"] = instance.inference_params.get("max_model_len")
+            if serving:
+                model["active"].append(instance.vllm_hi_id)
         instances[instance.vllm_hi_id] = {
             "base_url": instance.base_url,
             "control_host": instance.ip,

@@ -15,6 +15,7 @@ from django.utils import timezone
 from instances.choices import InstanceStatus, InstanceType
 from instances.models import Instance
 from instances.routing import publish_on_commit, publish_routing_table
+from vllm_plugin.wire import PROTOCOL_VERSION
 
 __all__ = [
     "Heartbeat",
@@ -34,8 +35,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
-
 
 class Registration(TypedDict):
     """Validated body of a registration; see docs/protocol.md, section 5."""
@@ -53,6 +52,7 @@ class Registration(TypedDict):
     plugin_version: NotRequired[str]
     factors: NotRequired[dict[str, Any]]
     capabilities: NotRequired[dict[str, Any]]
+    adapters: NotRequired[list[str]]
     pid: NotRequired[int | None]
 
 
@@ -63,6 +63,7 @@ class Heartbeat(TypedDict):
     role: NotRequired[str]
     kv: NotRequired[dict[str, Any]]
     requests: NotRequired[dict[str, Any]]
+    adapters: NotRequired[list[str]]
     control_port: NotRequired[int]
 
 
@@ -115,6 +116,7 @@ def register(data: Registration) -> Instance:
         instance.protocol_version = protocol
         instance.plugin_version = data.get("plugin_version", "")
         instance.factors = data.get("factors", {})
+        instance.adapters = data.get("adapters", [])
         if "capabilities" in data:
             instance.capabilities = data["capabilities"]
         instance.pid = pid
@@ -141,10 +143,11 @@ def heartbeat(beat: Heartbeat) -> bool:
         if instance is None or instance.status == InstanceStatus.DESTROYED:
             # One that is on its way out after a migration must not come back by registering again.
             return instance is not None and beat.get("role") == "destroyed"
-        before = (instance.status, instance.routed, instance.control_port)
+        before = _routed_facts(instance)
         instance.last_heartbeat_at = timezone.now()
         instance.kv = beat.get("kv", instance.kv)
         instance.requests = beat.get("requests", instance.requests)
+        instance.adapters = beat.get("adapters", instance.adapters)
         instance.control_port = beat.get("control_port", instance.control_port)
         if instance.status == InstanceStatus.UNREACHABLE:
             instance.status = instance.resume_status or InstanceStatus.STANDBY
@@ -156,11 +159,11 @@ def heartbeat(beat: Heartbeat) -> bool:
             instance.role_confirmed = True
         instance.save(
             update_fields=[
-                "last_heartbeat_at", "kv", "requests", "control_port", "status", "instance_type", "routed",
+                "last_heartbeat_at", "kv", "requests", "adapters", "control_port", "status", "instance_type", "routed",
                 "role_confirmed",
             ]
         )  # fmt: skip
-        if before != (instance.status, instance.routed, instance.control_port):
+        if before != _routed_facts(instance):
             publish_on_commit()
     return True
 
@@ -292,6 +295,11 @@ def _settle(vllm_hi_id: str, status: InstanceStatus, instance_type: InstanceType
     # Who does not answer stays unreachable and takes the status when the next heartbeat comes.
     if not row.filter(status=InstanceStatus.UNREACHABLE).update(resume_status=status, **fields):
         row.exclude(status=InstanceStatus.DESTROYED).update(status=status, resume_status="", **fields)
+
+
+def _routed_facts(instance: Instance) -> tuple[object, ...]:
+    """What the routing table says about an instance and a heartbeat may change."""
+    return instance.status, instance.routed, instance.control_port, instance.adapters
 
 
 def _take_role(instance: Instance, role: Literal["active", "standby"] | str) -> None:

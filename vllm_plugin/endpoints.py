@@ -27,6 +27,7 @@ from starlette.datastructures import State
 
 from vllm_plugin import compat
 from vllm_plugin.flags import ENDPOINT_PLUGIN
+from vllm_plugin.front_end import FrontEnd
 from vllm_plugin.registration import Registration, gather_facts, identity
 from vllm_plugin.settings import PluginSettings, migration_requested
 from vllm_plugin.warmup import warm_up
@@ -124,6 +125,7 @@ class MigrationEndpoints:
     missing_probes: list[str] = field(default_factory=list)
     engine_core: Any = None
     registration: Registration | None = None
+    front_end: FrontEnd | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         if self.settings is None:
@@ -145,26 +147,29 @@ class MigrationEndpoints:
             return
         self.engine_core = engine_client.engine_core
         self.missing_probes = compat.missing_probes()
+        self.front_end = FrontEnd(engine_client, state, args)
         facts = gather_facts(self.settings, args, engine_client.vllm_config)
         self.registration = Registration(
             self.settings, facts, self.status, lambda: _listening(state), warm_up=partial(warm_up, engine_client)
         )
 
     async def status(self) -> dict[str, Any]:
-        """What the engine says about itself, and who this instance is.
+        """What the engine says about itself, and who this instance is. The engine is told what only we know.
 
         Raises:
             CallRefused: the engine does not answer.
         """
         assert self.settings is not None
+        front_end = await self.front_end.facts() if self.front_end else {}
         if self.missing_probes:
             answer = _status_without_engine(self.settings.instance_type, self.missing_probes)
         else:
-            answer = await self._engine("status", {})
+            answer = await self._engine("status", {"front_end": front_end} if front_end else {})
         facts = self.registration.facts if self.registration else None
         return {
             **answer,
             **identity(),
+            "adapters": list(front_end.get("adapters", ())),
             "vllm_hi_id": self.registration.vllm_hi_id if self.registration else None,
             "instance_type": self.settings.instance_type,
             "served_model_name": facts.served_model_name if facts else None,

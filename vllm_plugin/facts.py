@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any
 
 from vllm_plugin.compat import FullAttentionSpec, missing_probes, vllm_version
+from vllm_plugin.compatibility import adapters_text
 from vllm_plugin.wire import PROTOCOL_VERSION
 
-__all__ = ["factors", "unsupported"]
+__all__ = ["factors", "front_end_factors", "unsupported"]
 
 
 def unsupported(core: Any) -> list[str]:
@@ -35,26 +37,51 @@ def unsupported(core: Any) -> list[str]:
 
 
 def factors(core: Any, workers: list[dict[str, Any]]) -> dict[str, str]:
-    """Compatibility factors by name. Two instances can exchange requests exactly only where these are equal; which
-    of them are errors and which are warnings is the panel's decision."""
+    """What the engine core and its workers know of the compatibility factors, by name (`vllm_plugin.compatibility`)."""
     config = core.vllm_config
     model, cache, worker = config.model_config, config.cache_config, workers[0]
     return {
         "model": str(model.model),
-        "model_config": hashlib.sha256(model.hf_config.to_json_string(use_diff=False).encode()).hexdigest()[:16],
+        "model_config": _model_config(model.hf_config),
         "weights": str(worker["weights"]),
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(cache.cache_dtype),
         "block_size": str(core.scheduler.block_size),
-        "kv_layers": f"{len(worker['layers'])}:{hashlib.sha256(repr(worker['layers']).encode()).hexdigest()[:8]}",
+        "kv_groups": _kv_groups(core.scheduler.kv_cache_config.kv_cache_groups, worker["layers"]),
         "kv_block_shape": "x".join(map(str, worker["kv_shape"])),
         "runner": str(worker["runner"]),
         "rng": str(worker["rng"]),
         "cpu_isa": str(worker["cpu_isa"]),
-        "tokenizer": str(model.tokenizer),
+        "scheduling_policy": str(config.scheduler_config.policy),
         "max_model_len": str(model.max_model_len),
         "tensor_parallel_size": str(config.parallel_config.tensor_parallel_size),
         "pipeline_parallel_size": str(config.parallel_config.pipeline_parallel_size),
         "vllm_version": vllm_version(),
         "protocol_version": str(PROTOCOL_VERSION),
     }
+
+
+def front_end_factors(front_end: dict[str, Any]) -> dict[str, str]:
+    """What the API server knows of them (`vllm_plugin.front_end`)."""
+    known = {name: str(value) for name, value in front_end.items() if name != "adapters"}
+    return {**known, "lora": adapters_text(front_end.get("adapters") or {})}
+
+
+def _model_config(hf_config: Any) -> str:
+    """Digest of the model's configuration without what says where its files lie and who wrote them."""
+    content = json.loads(hf_config.to_json_string(use_diff=False))
+    for name in ("_name_or_path", "transformers_version"):
+        content.pop(name, None)
+    return _digest(json.dumps(content, sort_keys=True))
+
+
+def _kv_groups(groups: Any, layers: list[str]) -> str:
+    """Kind and size of each KV group, and a digest of which layers are in it and which of them own memory."""
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    content = [[group.kv_cache_spec.block_size, sorted(group.layer_names)] for group in groups]
+    shown = " + ".join(f"{len(group.layer_names)} {kind}" for kind, group in zip(kinds, groups, strict=True))
+    return f"{shown} ({_digest(json.dumps([kinds, content, sorted(layers)]))})"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -204,6 +204,7 @@ class Registration:
             "control_port": status["control_port"],
             "factors": status["factors"],
             "capabilities": status["migration"],
+            "adapters": status["adapters"],
             "pid": os.getpid(),
         }
         if self.vllm_hi_id is not None:
@@ -215,7 +216,7 @@ class Registration:
         self._known = True
 
     async def _heartbeat(self, status: Status) -> None:
-        fields = ("role", "kv", "requests", "control_port")
+        fields = ("role", "kv", "requests", "control_port", "adapters")
         answer = await self._post(
             "heartbeat", {"vllm_hi_id": self.vllm_hi_id, **{name: status[name] for name in fields}}
         )

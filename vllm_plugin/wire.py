@@ -42,7 +42,7 @@ __all__ = [
     "read_frame_async",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 #: Largest frame before and after the handshake, in bytes.
 MAX_UNAUTHENTICATED_FRAME = 4 * 1024
@@ -93,12 +93,17 @@ class Refused(msgspec.Struct, tag="refused"):
 
 
 class OpenLeg(msgspec.Struct, tag="open_leg"):
-    """A asks the proxy to re-send a stream's original body to B with a single-use ticket."""
+    """A asks the proxy to re-send a stream's original body to B with a single-use ticket.
+
+    `tool_parser`, `reasoning_parser`: names of the parsers in A's front end, "" for none.
+    """
 
     call: int
     stream_id: str
     ticket: str
     base_url: str
+    tool_parser: str = ""
+    reasoning_parser: str = ""
 
 
 class LegOpened(msgspec.Struct, tag="leg_opened"):

@@ -23,6 +23,11 @@ _HOST = re.compile(r"^[A-Za-z0-9_.:-]{1,255}$")
 _ID = re.compile(r"^[A-Za-z0-9_.-]{1,64}$")
 
 
+def _adapters() -> serializers.ListField:
+    """Names of the LoRA adapters that an instance serves."""
+    return serializers.ListField(child=serializers.CharField(max_length=255), max_length=10_000, required=False)
+
+
 class InstanceSerializer(serializers.ModelSerializer[Instance]):
     base_url = serializers.CharField(read_only=True)
     is_alive = serializers.BooleanField(read_only=True)
@@ -33,7 +38,8 @@ class InstanceSerializer(serializers.ModelSerializer[Instance]):
         fields = [
             "vllm_hi_id", "ip", "port", "base_url", "instance_type", "status", "routed", "is_alive", "is_busy",
             "served_model_name", "inference_params", "topology", "data_port", "control_port", "protocol_version",
-            "plugin_version", "factors", "capabilities", "kv", "requests", "registered_at", "last_heartbeat_at",
+            "plugin_version", "factors", "capabilities", "kv", "requests", "adapters", "registered_at",
+            "last_heartbeat_at",
         ]  # fmt: skip
 
 
@@ -69,6 +75,7 @@ class RegistrationSerializer(serializers.Serializer[Any]):
     plugin_version = serializers.CharField(max_length=64, required=False, allow_blank=True)
     factors = serializers.DictField(required=False)
     capabilities = serializers.DictField(required=False)
+    adapters = _adapters()
     pid = serializers.IntegerField(min_value=0, required=False, allow_null=True)
 
     def validate_ip(self, value: str) -> str:
@@ -87,6 +94,7 @@ class HeartbeatSerializer(serializers.Serializer[Any]):
     role = serializers.CharField(max_length=16, required=False)
     kv = serializers.DictField(required=False)
     requests = serializers.DictField(required=False)
+    adapters = _adapters()
     control_port = serializers.IntegerField(min_value=0, max_value=65535, required=False)
 
 

@@ -17,6 +17,7 @@ from migrations_app.events import record
 from migrations_app.models import MigrationJob, MigrationRequest, MigrationRound
 from migrations_app.state import advance
 from tests.browser.stand_in_instance import FACTORS
+from vllm_plugin.wire import PROTOCOL_VERSION
 
 PASSWORD = "a-password-for-tests"
 BYTES_PER_BLOCK = 737_280
@@ -42,7 +43,7 @@ def instance(vllm_hi_id: str, *, port: int = 8100, status: str = "active", **fie
         "topology": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "gpu_memory_utilization": 0.9},
         "data_port": port + 1000,
         "control_port": port + 2000,
-        "protocol_version": 1,
+        "protocol_version": PROTOCOL_VERSION,
         "plugin_version": "0.1.0",
         "factors": FACTORS,
         "capabilities": {"supported": True, "missing_probes": []},

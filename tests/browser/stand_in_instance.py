@@ -7,6 +7,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from vllm_plugin.wire import PROTOCOL_VERSION
+
 FACTORS = {
     "vllm_version": "0.32.0",
     "model": "SmolLM2-135M-Instruct",
@@ -28,7 +30,7 @@ class StandInInstance:
     def __init__(self, vllm_hi_id: str, **factors: Any) -> None:
         self.status: dict[str, Any] = {
             "vllm_hi_id": vllm_hi_id,
-            "protocol_version": 1,
+            "protocol_version": PROTOCOL_VERSION,
             "plugin_version": "0.1.0",
             "served_model_name": "smollm2",
             "migration": {"supported": True, "missing_probes": []},

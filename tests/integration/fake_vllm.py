@@ -13,6 +13,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from vllm_plugin.wire import PROTOCOL_VERSION
+
 TOKEN = "join-token-for-tests"
 FACTORS = {"vllm_version": "0.32.0", "model": "smollm2", "dtype": "float32", "block_size": 16, "max_model_len": 2048}
 
@@ -104,7 +106,7 @@ class FakeInstance:
     def do_status(self, _: Body) -> Body:
         return {
             "vllm_hi_id": self.vllm_hi_id,
-            "protocol_version": 1,
+            "protocol_version": PROTOCOL_VERSION,
             "role": self.role,
             "migration": {"supported": True, "missing_probes": []},
             "factors": self.factors,

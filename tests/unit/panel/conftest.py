@@ -9,6 +9,7 @@ from knox.models import get_token_model
 from rest_framework.test import APIClient
 
 from controlplane.redis import connection
+from vllm_plugin.wire import PROTOCOL_VERSION
 
 JOIN_TOKEN = "join-token-for-tests"
 
@@ -76,7 +77,7 @@ def registration() -> dict[str, Any]:
         "topology": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
         "data_port": 9000,
         "control_port": 9100,
-        "protocol_version": 1,
+        "protocol_version": PROTOCOL_VERSION,
         "plugin_version": "0.1.0",
         "factors": {"dtype": "float32"},
         "capabilities": {"supported": True, "missing_probes": []},

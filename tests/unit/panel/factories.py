@@ -9,6 +9,7 @@ from django.utils import timezone
 from instances.models import Instance
 from migrations_app.models import MigrationJob
 from migrations_app.services import create_migration
+from vllm_plugin.wire import PROTOCOL_VERSION
 
 MODEL = "smollm2"
 FACTORS = {"vllm_version": "0.32.0", "model": "smollm2", "dtype": "float32", "block_size": 16, "max_model_len": 2048}
@@ -27,7 +28,7 @@ def make_instance(vllm_hi_id: str, **fields: Any) -> Instance:
         "inference_params": {"max_model_len": 2048},
         "topology": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
         "control_port": 9100,
-        "protocol_version": 1,
+        "protocol_version": PROTOCOL_VERSION,
         "factors": dict(FACTORS),
         "role_confirmed": True,
         "pid": 100,

@@ -87,7 +87,7 @@ def test_a_missing_field_is_named(instance_api: APIClient, registration: dict[st
 
 
 def test_another_protocol_is_refused(instance_api: APIClient, registration: dict[str, Any]) -> None:
-    response = post(instance_api, "register", registration | {"protocol_version": 2})
+    response = post(instance_api, "register", registration | {"protocol_version": 1})
     assert response.status_code == 409
     assert response.json()["error"].startswith("protocol_mismatch: ")
     assert not Instance.objects.exists()

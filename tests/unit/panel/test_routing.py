@@ -15,6 +15,7 @@ from instances.models import Instance, RoutingVersion
 from instances.services import (
     deregister,
     hand_service_over,
+    heartbeat,
     publish_routing_table,
     restore_after_migration,
     route_new_requests,
@@ -38,7 +39,7 @@ def test_the_table_has_the_shape_of_the_protocol() -> None:
     version = publish_routing_table()
     assert table() == {
         "version": version,
-        "models": {MODEL: {"max_model_len": 2048, "active": ["hi-a"]}},
+        "models": {MODEL: {"max_model_len": 2048, "active": ["hi-a"], "parent": None}},
         "instances": {
             "hi-a": {
                 "base_url": "http://127.0.0.1:20000",
@@ -56,6 +57,29 @@ def test_the_table_has_the_shape_of_the_protocol() -> None:
             },
         },
     }
+
+
+@pytest.mark.django_db(transaction=True)
+def test_an_adapter_is_a_model_on_the_instances_that_have_it() -> None:
+    make_pair()
+    for vllm_hi_id, adapters in (("hi-a", ["fr"]), ("hi-b", ["fr", "it"])):
+        assert heartbeat({"vllm_hi_id": vllm_hi_id, "adapters": adapters})
+    assert table()["models"] == {
+        MODEL: {"max_model_len": 2048, "active": ["hi-a"], "parent": None},
+        "fr": {"max_model_len": 2048, "active": ["hi-a"], "parent": MODEL},
+        # Loaded on the standby only: known, and served by nobody yet.
+        "it": {"max_model_len": 2048, "active": [], "parent": MODEL},
+    }
+    Instance.objects.filter(pk="hi-b").update(status="migrating")
+    route_new_requests("hi-a", "hi-b")
+    assert {name: model["active"] for name, model in table()["models"].items()} == {
+        MODEL: ["hi-b"], "fr": ["hi-b"], "it": ["hi-b"],
+    }  # fmt: skip
+    version = table()["version"]
+    assert heartbeat({"vllm_hi_id": "hi-b", "adapters": ["fr", "it"]})
+    assert table()["version"] == version
+    assert heartbeat({"vllm_hi_id": "hi-b", "adapters": ["fr"]})
+    assert table()["models"].keys() == {MODEL, "fr"}
 
 
 @pytest.mark.django_db
@@ -95,7 +119,7 @@ def test_who_cannot_serve_gets_nothing(status: str) -> None:
     publish_routing_table()
     # The model is known as long as somebody may come back with it.
     known = status in ("unreachable", "standby")
-    assert table()["models"] == ({MODEL: {"max_model_len": 2048, "active": []}} if known else {})
+    assert table()["models"] == ({MODEL: {"max_model_len": 2048, "active": [], "parent": None}} if known else {})
     assert list(table()["instances"]) == (["hi-a"] if known else [])
 
 

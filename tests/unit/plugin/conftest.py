@@ -33,6 +33,7 @@ class FakeEngineCore:
                     "role": "active",
                     "migration": {"supported": True, "missing_probes": []},
                     "factors": {"dtype": "float32"},
+                    "adapters": ["fr"],
                     "kv": {"total_blocks": 10, "free_blocks": 9, "block_size": 128, "bytes_per_block": 4096},
                     "requests": {"running": 1, "waiting": 0, "parked": 0, "frozen": 0},
                     "data_port": 9000,

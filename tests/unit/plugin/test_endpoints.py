@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,7 +67,23 @@ async def test_status_says_who_it_is_and_what_the_engine_says(build: Build, engi
     assert status["protocol_version"] == PROTOCOL_VERSION
     assert status["vllm_hi_id"] is None
     assert (status["data_port"], status["control_port"], status["kv"]["free_blocks"]) == (9000, 9001, 9)
-    assert engine_core.calls == [("vllm_hi", "status", {})]
+    [(method, operation, told)] = engine_core.calls
+    assert (method, operation) == ("vllm_hi", "status")
+    # The engine is told what only the API server knows.
+    assert told["front_end"]["adapters"] == {}
+    assert told["front_end"].keys() >= {"tokenizer", "tool_parser", "reasoning_parser"}
+
+
+async def test_adapters_that_come_and_go_are_told(build: Build, engine_core: FakeEngineCore, tmp_path: Path):
+    client = await build()
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert (await client.get("/vllm_hi/status")).json()["adapters"] == []
+    loaded = client.app.state.openai_serving_models = SimpleNamespace(lora_requests={})
+    loaded.lora_requests["fr"] = SimpleNamespace(lora_path=str(tmp_path))
+    assert (await client.get("/vllm_hi/status")).json()["adapters"] == ["fr"]
+    assert list(engine_core.calls[-1][2]["front_end"]["adapters"]) == ["fr"]
+    loaded.lora_requests.clear()
+    assert (await client.get("/vllm_hi/status")).json()["adapters"] == []
 
 
 @pytest.mark.parametrize("token", [None, "wrong", "", "join-tokén", TOKEN[:-1], TOKEN + "x"])

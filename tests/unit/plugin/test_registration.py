@@ -16,6 +16,7 @@ from tests.unit.plugin.conftest import TOKEN, FakeEngineCore
 from vllm_plugin import registration as module
 from vllm_plugin.registration import InstanceFacts, Registration, gather_facts
 from vllm_plugin.settings import PluginSettings
+from vllm_plugin.wire import PROTOCOL_VERSION
 
 SETTINGS = PluginSettings("A", "127.0.0.1", 8002, TOKEN)
 FACTS = InstanceFacts("127.0.0.1", 8101, "tiny", {"max_model_len": 2048}, {"tensor_parallel_size": 1})
@@ -99,10 +100,11 @@ async def test_registers_then_beats_then_says_goodbye(panel: FakePanel, status: 
         "topology": {"tensor_parallel_size": 1},
         "data_port": 9000,
         "control_port": 9001,
-        "protocol_version": 1,
+        "protocol_version": PROTOCOL_VERSION,
         "plugin_version": body["plugin_version"],
         "factors": {"dtype": "float32"},
         "capabilities": {"supported": True, "missing_probes": []},
+        "adapters": ["fr"],
         "pid": os.getpid(),
     }
     call, body = panel.calls[1]
@@ -110,6 +112,7 @@ async def test_registers_then_beats_then_says_goodbye(panel: FakePanel, status: 
     assert (body["vllm_hi_id"], body["role"], body["control_port"]) == ("a-1", "active", 9001)
     assert body["kv"]["free_blocks"] == 9
     assert body["requests"]["running"] == 1
+    assert body["adapters"] == ["fr"]
     assert panel.calls[-1] == ("deregister", {"vllm_hi_id": "a-1"})
     assert panel.count("register") == panel.count("deregister") == 1
 

@@ -1,0 +1,102 @@
+"""What only the API server knows of an instance: how it turns text into tokens and back, and which LoRA adapters it
+serves. Told to the engine with every question for its status, for both change the answers of moved requests.
+
+Read from vLLM, with nothing replaced: `AsyncLLM.tokenizer`, `OpenAIServingModels.lora_requests` in the application's
+state, and the parsed arguments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FrontEnd", "adapter_fingerprint", "tokenizer_fingerprint"]
+
+#: The files that make up an adapter (vllm/lora/lora_model.py).
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.*", "new_embeddings.*")
+_NONE = "none"
+
+
+class FrontEnd:
+    """Asks for the facts again each time: adapters come and go while the server runs. Files are read once."""
+
+    def __init__(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        self._engine_client = engine_client
+        self._state = state
+        self._args = args
+        self._fixed: dict[str, str] | None = None
+        # With the request object itself: an adapter that is loaded anew under its old name gets a new one.
+        self._adapters: dict[str, tuple[Any, str]] = {}
+
+    async def facts(self) -> dict[str, Any]:
+        """Returns factors by name, and under `adapters` the fingerprint of each adapter by its name."""
+        if self._fixed is None:
+            self._fixed = await asyncio.to_thread(self._read_fixed)
+        loaded = dict(getattr(getattr(self._state, "openai_serving_models", None), "lora_requests", None) or {})
+        for name, request in loaded.items():
+            if name not in self._adapters or self._adapters[name][0] is not request:
+                self._adapters[name] = (request, await asyncio.to_thread(adapter_fingerprint, request.lora_path))
+        self._adapters = {name: known for name, known in self._adapters.items() if name in loaded}
+        adapters = {name: fingerprint for name, (_, fingerprint) in sorted(self._adapters.items())}
+        return {**self._fixed, "adapters": adapters}
+
+    def _read_fixed(self) -> dict[str, str]:
+        tokenizer, args = getattr(self._engine_client, "tokenizer", None), self._args
+        structured = getattr(args, "structured_outputs_config", None)
+        return {
+            "tokenizer": tokenizer_fingerprint(tokenizer),
+            "chat_template": _chat_template_fingerprint(tokenizer, args),
+            "tool_parser": getattr(args, "tool_call_parser", None) or _NONE,
+            "reasoning_parser": getattr(structured, "reasoning_parser", None) or _NONE,
+        }
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Class and digest of all that turns text into tokens and back: two folders with the same files agree, two
+    tokenizers with the same name need not."""
+    if tokenizer is None:
+        return _NONE
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and hasattr(backend, "to_str"):
+        content = json.loads(backend.to_str())
+        # Set by callers for their own batches, not by the files.
+        for setting in ("truncation", "padding"):
+            content.pop(setting, None)
+    else:
+        content = sorted(tokenizer.get_vocab().items())
+    return _digest(json.dumps(content, sort_keys=True).encode())
+
+
+def adapter_fingerprint(path: str) -> str:
+    """Digest of an adapter's files; of its name where it comes from a hub. One whose files cannot be read equals no
+    other."""
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        return "hub-" + _digest(path.encode())
+    digest = hashlib.sha256()
+    try:
+        files = sorted({file for pattern in _ADAPTER_FILES for file in folder.glob(pattern)})
+        for file in files:
+            with file.open("rb") as content:
+                digest.update(f"{file.name}:{hashlib.file_digest(content, 'sha256').hexdigest()};".encode())
+    except OSError:
+        files = []
+    return digest.hexdigest()[:16] if files else f"unreadable-{secrets.token_hex(4)}"
+
+
+def _chat_template_fingerprint(tokenizer: Any, args: Namespace) -> str:
+    given = getattr(args, "chat_template", None)
+    if given and Path(given).is_file():
+        given = Path(given).read_text()
+    template = given or getattr(tokenizer, "chat_template", None) or _NONE
+    defaults = getattr(args, "default_chat_template_kwargs", None) or {}
+    return _digest(json.dumps([template, defaults], sort_keys=True, default=str).encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
