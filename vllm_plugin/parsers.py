@@ -1,0 +1,64 @@
+"""Which of vLLM's streaming parsers say the same however the tokens of an answer are grouped into deltas.
+
+After a handover the target's front end gets everything generated so far as one delta. What its parser makes of that
+must be what the source's parser made of the same tokens one by one, or the client's half of the answer and ours do not
+fit together. `python -m benchmarks.parsers` drives vLLM's own parsers through every cut and writes `docs/parsers.md`;
+`INVARIANT` is what it proved. Answers that are not streamed are parsed from their whole text and need none of this.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+__all__ = ["INVARIANT", "Kind", "chunk_invariant", "parser_names", "tool_choice_kind"]
+
+Kind = Literal["none", "auto", "required", "named"]
+
+#: Name of a parser whose behaviour is not known: one of a plugin, or one that nobody told us about.
+UNKNOWN = "unknown"
+
+#: (tool parser, reasoning parser) → kinds of tool choice. An instance without parsers passes text through.
+INVARIANT: Mapping[tuple[str, str], frozenset[Kind]] = {}
+
+
+def chunk_invariant(tool_parser: str, reasoning_parser: str, kind: Kind) -> bool:
+    """Whether a streamed answer can be repeated from all its tokens at once.
+
+    Args:
+        tool_parser: name given to `--tool-call-parser`, "" for none.
+        reasoning_parser: name given to `--reasoning-parser`, "" for none.
+        kind: the request's tool choice; "none" also when it offers no tools.
+    """
+    if not tool_parser and not reasoning_parser:
+        return True
+    return kind in INVARIANT.get((tool_parser, reasoning_parser), frozenset())
+
+
+def tool_choice_kind(body: Mapping[str, Any]) -> Kind:
+    """Returns the tool choice of a request's body (chat completions, responses or Anthropic messages)."""
+    if not body.get("tools"):
+        return "none"
+    choice = body.get("tool_choice")
+    name = choice.get("type") if isinstance(choice, Mapping) else choice
+    if name in ("none", "required"):
+        return "none" if name == "none" else "required"
+    if name == "any":
+        return "required"
+    if name is None or name == "auto":
+        return "auto"
+    return "named"
+
+
+def parser_names(vllm_config: Any, environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """Returns the names of this instance's (tool parser, reasoning parser), for the engine core.
+
+    The front end's tool parser is no part of vLLM's configuration: the command line leaves it in the environment.
+    """
+    tool = environ.get("VLLM_HI_TOOL_PARSER", UNKNOWN)
+    structured = vllm_config.structured_outputs_config
+    reasoning = UNKNOWN if structured.reasoning_parser_plugin else structured.reasoning_parser or ""
+    if (tool or reasoning) and getattr(vllm_config.model_config.hf_config, "model_type", "") == "gpt_oss":
+        return UNKNOWN, UNKNOWN  # One parser of its own, whatever the names say.
+    return tool, reasoning
