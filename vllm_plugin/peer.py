@@ -39,7 +39,8 @@ class TargetConnection:
     writing.
 
     Raises:
-        MigrationError: 502 when B cannot be reached, 409 with B's reason when it refuses the session.
+        MigrationError: 502 when B cannot be reached, 409 with B's reason when it refuses the session or speaks another
+            protocol.
     """
 
     def __init__(
@@ -72,6 +73,9 @@ class TargetConnection:
         try:
             frames = FrameSocket.dial(host, port, self._engine.settings.token, "peer", self._engine.name)
         except (OSError, ProtocolError) as error:
+            if isinstance(error, ProtocolError) and error.code == "protocol_mismatch":
+                text = f"The target does not understand the source: {error.message}; install the same release on both."
+                raise MigrationError(409, error.code, text) from error
             text = f"The target at {host}:{port} does not answer: {error}."
             raise MigrationError(502, "target_unreachable", text) from error
         frames.sock.settimeout(None)
