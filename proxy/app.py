@@ -36,11 +36,9 @@ RELAYED = frozenset(
         "classify",
         "detokenize",
         "embeddings",
-        "messages",
         "messages/count_tokens",
         "pooling",
         "rerank",
-        "responses",
         "score",
         "tokenize",
     )
@@ -128,7 +126,7 @@ class ProxyApp:
         raw = await self._read(receive)
         if raw is None:
             return
-        request = parse_request(raw)
+        request = parse_request(path, raw)
         assert self._context is not None
         headers = list(scope["headers"])
         target = path + ("?" + scope["query_string"].decode("latin-1") if scope.get("query_string") else "")

@@ -11,20 +11,27 @@ Invariant: on every channel the client's position is what it has been sent, and 
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from typing import Any
 
 import msgspec
 
-from proxy.errors import ApiError
+from proxy.errors import ApiError, upstream_lost
 
-__all__ = ["AnswerCut", "Cursor", "Json", "Passed", "encode_event"]
+__all__ = ["AnswerCut", "Cursor", "Json", "LegsDiffer", "Passed", "encode_event"]
+
+log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
 _DATA = b"data:"
 _DONE = b"[DONE]"
+
+
+class LegsDiffer(Exception):
+    """A leg does not repeat what the client has: better a broken answer than a wrong one."""
 
 
 class Cursor:
@@ -118,7 +125,11 @@ class AnswerCut(ABC):
 
     @abstractmethod
     def _passes(self, cursor: Cursor, event: Json) -> bool:
-        """Trims `event` in place; says whether anything is left for the client."""
+        """Trims `event` in place; says whether anything is left for the client.
+
+        Raises:
+            LegsDiffer: it cannot be fitted to what the client has.
+        """
 
     def _event(self, cursor: Cursor, raw: bytes) -> bytes:
         lines = raw.rstrip(b"\n").split(b"\n")
@@ -138,8 +149,13 @@ class AnswerCut(ABC):
             cursor.failed = True
             return raw
         before = msgspec.json.encode(event)
-        if not self._passes(cursor, event):
-            return b""
+        try:
+            if not self._passes(cursor, event):
+                return b""
+        except LegsDiffer as error:
+            log.error("the second leg does not repeat the first one: %s", error)
+            cursor.failed = True
+            return self.failure(upstream_lost())
         self._begun = True
         after = msgspec.json.encode(event)
         if after == before:

@@ -15,15 +15,15 @@ class Cut(AnswerCut):
     """The client's side of one stream of `choices` choices, which ends with `[DONE]`.
 
     Args:
-        wants_token_ids: the client asked for them; else they are taken out.
+        wants_token_ids: the client asked for them.
         choices: how many choices the answer will have.
-        counted: the instance was asked for token ids, by the client or by us.
+        counted: the instance was asked for token ids; if only by us, they are taken out.
     """
 
     def __init__(self, wants_token_ids: bool, choices: int = 1, counted: bool = True) -> None:
         super().__init__()
         self.counted = counted
-        self._wants_token_ids = wants_token_ids
+        self._strips_token_ids = counted and not wants_token_ids
         self._choices = choices
         self._token_ids: dict[int, int] = {}
         self._roles: set[int] = set()
@@ -64,7 +64,7 @@ class Cut(AnswerCut):
             self._usage_sent = True
         self._settle_identity(cursor, event)
         self._settle_token_ids(cursor, event, choices)
-        return self._wants_token_ids or not choices or not _is_hollow(choices)
+        return not self._strips_token_ids or not choices or not _is_hollow(choices)
 
     def _trim_choice(self, cursor: Cursor, choice: Json) -> bool:
         """Removes what the client has from one choice; says whether something new is in it."""
@@ -159,7 +159,7 @@ class Cut(AnswerCut):
         # A chat has the prompt's ids beside the choices, in the event of each choice's role; a text completion in them.
         around = choices[0].get("index", 0) if choices else 0
         for key, owner in [((True, around), event), *(((False, x.get("index", 0)), x) for x in choices)]:
-            if not self._wants_token_ids:
+            if self._strips_token_ids:
                 owner.pop(_TOKENS, None)
                 owner.pop("prompt_token_ids", None)
             elif owner.get("prompt_token_ids") is not None:

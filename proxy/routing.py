@@ -25,8 +25,11 @@ REDIS_TIMEOUT_S = 5.0
 
 
 class Model(msgspec.Struct, frozen=True):
+    """One served name. `parent`: that of the model an adapter belongs to."""
+
     max_model_len: int | None = None
     active: list[str] = []
+    parent: str | None = None
 
 
 class Instance(msgspec.Struct, frozen=True):
@@ -117,7 +120,7 @@ class Routing:
                 "created": 0,
                 "owned_by": "vllm",
                 "root": name,
-                "parent": None,
+                "parent": model.parent,
                 "max_model_len": model.max_model_len,
             }
             for name, model in sorted(self.table.models.items())

@@ -56,7 +56,7 @@ class LiveStream:
         self._over = False
         self._started = False
         self._wake = asyncio.Event()
-        self._cut = cut_for(path, request)
+        self._cut = cut_for(request)
         self._cursor = self._cut.cursor()
         self._withheld = b""
         self._collected: list[bytes] = []
@@ -162,7 +162,8 @@ class LiveStream:
         """Opens the second leg; `LegOpened` is sent when its request is written, or has failed."""
         second = self._second
         if second is None:
-            refused = refusal(self._path, self._request.body)
+            parsers = (message.tool_parser, message.reasoning_parser)
+            refused = refusal(self._request.path, self._request.body, *parsers)
             if refused is not None:
                 link.send(LegOpened(message.call, False, refused.code, refused.message))
                 return

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxy.errors import ApiError
+from proxy.movable import COMPLETION_PATHS, RESPONSES, TEXT
 
 __all__ = ["ClientRequest", "parse_request"]
 
@@ -18,6 +19,7 @@ class ClientRequest:
     """One parsed request.
 
     Attributes:
+        path: the route, without a query string.
         body: the JSON object as the client sent it.
         model: the served model name.
         streamed: whether the answer is a stream of events.
@@ -25,11 +27,19 @@ class ClientRequest:
         choices: how many choices the answer will have.
     """
 
+    path: str
     body: dict[str, Any]
     model: str
     streamed: bool
     wants_token_ids: bool
     choices: int
+
+    @property
+    def reports_token_ids(self) -> bool:
+        """Whether the instance puts token ids on the wire: we ask for them wherever that changes nothing else."""
+        # Together with an echo, vLLM takes them for a wish not to see the prompt's text.
+        echoes = self.path == TEXT and bool(self.body.get("echo"))
+        return self.path in COMPLETION_PATHS and (self.wants_token_ids or not echoes)
 
     def tagged(self, owner: str, ticket: str | None = None) -> bytes:
         """Returns the body for one leg.
@@ -40,11 +50,16 @@ class ClientRequest:
         """
         extra = self._foreign_extras()
         extra["vllm_hi_stream"] = owner
+        if self.choices > 1:
+            extra["vllm_hi_choices"] = self.choices
         if ticket is not None:
             extra["vllm_hi_ticket"] = ticket
         body = {**self.body, "vllm_xargs": extra}
-        if self.streamed:
+        if self.streamed and self.reports_token_ids:
             body["return_token_ids"] = True
+        if self.path == RESPONSES and not body.get("request_id"):
+            # The response's id: with the same on each leg, B stores the response under the id that the client has.
+            body["request_id"] = f"resp_{owner.partition('/')[2]}"
         return _encode(body)
 
     def plain(self) -> bytes:
@@ -64,8 +79,8 @@ def _encode(body: dict[str, Any]) -> bytes:
         return json.dumps(body, separators=(",", ":")).encode()
 
 
-def parse_request(raw: bytes) -> ClientRequest:
-    """Parses a client's body.
+def parse_request(path: str, raw: bytes) -> ClientRequest:
+    """Parses a client's body. `path`: without a query string.
 
     Raises:
         ApiError: 400, naming the field.
@@ -82,11 +97,12 @@ def parse_request(raw: bytes) -> ClientRequest:
     if not isinstance(body.get("vllm_xargs") or {}, dict):
         raise ApiError(400, "`vllm_xargs` must be an object.", param="vllm_xargs", code="invalid_value")
     return ClientRequest(
+        path=path,
         body=body,
         model=model,
         streamed=body.get("stream") is True,
         wants_token_ids=body.get("return_token_ids") is True,
-        choices=_count_choices(body),
+        choices=_count_choices(body) if path in COMPLETION_PATHS else 1,
     )
 
 
