@@ -1,12 +1,12 @@
 """The fidelity matrix: every kind of request, really moved in mid-answer, and compared with the same request
 undisturbed.
 
-    python -m benchmarks.fidelity [--requests 300] [--seed N] [--write docs/fidelity.md]
+    python -m benchmarks.fidelity [--requests 300] [--seed N] [--kinds TEXT] [--write docs/fidelity.md]
 
-Starts the product with two real instances, moves batches of requests to and fro at cut points drawn at random, and
+Starts the product with two real instances, moves batches of requests there and back at cut points drawn at random, and
 counts. The table goes to stderr (and, with --write, into the document); the last line of stdout is JSON: `migrated`,
-`mismatches`, `refused`, `seed`. Exit code 0 only if nothing differed and every kind that must be refused was refused
-with its code.
+`moves`, `mismatches`, `near_ties`, `refused`, `seed`. Exit code 0 only if nothing differed and every kind that must be
+refused was refused with its code.
 """
 
 from __future__ import annotations
@@ -18,41 +18,43 @@ import random
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.demo_models import chat_model
+from benchmarks.answers import Answer, Request
+from benchmarks.crowd import crowded_rows, measure_crowd
+from benchmarks.exactness import weigh
 from benchmarks.fidelity_kinds import KINDS, Kind
-from benchmarks.live_migration import MigrationRun, migrate_under_load
-from benchmarks.streams import Request, run_requests
-from controlplane.serving import InstanceOptions
-from controlplane.supervisor import Stack, StackOptions
+from benchmarks.fidelity_rows import Row, document, judge
+from benchmarks.live_migration import migrate_under_load
+from benchmarks.stacks import MODEL, STACKS, stack_of
+from benchmarks.streams import run_requests
+from controlplane.supervisor import Stack
 
-__all__ = ["Row", "batch_of", "document", "judge"]
+__all__ = ["batch_of", "choose", "reference_of"]
 
-BATCH = 8
-#: The migration starts when every stream has this many tokens; drawn anew for each batch.
-EARLIEST, LATEST = 12, 60
+#: Sequences of one batch; more only make each step slower.
+BATCH = 10
+#: A migration starts when every stream has that many more tokens; drawn anew for each.
+EARLIEST, LATEST = 8, 34
+AGAIN_EARLIEST, AGAIN_LATEST = 2, 16
 
 
 @dataclass
-class Row:
-    """What was seen of one kind. `cuts`: tokens at which its requests were cut. `codes`: reasons of refusals."""
+class Draw:
+    """What is drawn at random, and from what: everything that a repetition needs is `seed`."""
 
-    kind: Kind
-    migrated: int = 0
-    exact: int = 0
-    cuts: list[int] = field(default_factory=list)
-    codes: set[str] = field(default_factory=set)
-    differences: list[str] = field(default_factory=list)
+    seed: int
 
-    @property
-    def holds(self) -> bool:
-        """Whether the kind behaved as the matrix says: exact each time, or refused with its code."""
-        if self.kind.refused:
-            return self.codes == {self.kind.refused} and not self.migrated and not self.differences
-        return self.migrated > 0 and self.exact == self.migrated and not self.differences
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.salt = self.seed % 100_000
+
+    def next_salt(self) -> int:
+        self.salt += 1
+        return self.salt
 
 
 def batch_of(kinds: list[Kind], salt: int) -> list[Request]:
@@ -60,119 +62,156 @@ def batch_of(kinds: list[Kind], salt: int) -> list[Request]:
     return [kind.request(salt * 100 + index) for index, kind in enumerate(kinds)]
 
 
-def judge(rows: dict[str, Row], kinds: list[Kind], run: MigrationRun) -> None:
-    """Adds one migration's outcome to the rows."""
-    # A request that the proxy refused has no stream id in its row; its request id is made from it.
-    outcomes = run.migration.requests
-    for kind, verdict, answer in zip(kinds, run.verdicts, run.answers, strict=True):
-        row = rows[kind.name]
-        # Where several choices run side by side, the order of their events is not the same twice: of what stays, only
-        # the end is looked at.
-        differences = [answer.error] if kind.refused and answer.error else [] if kind.refused else verdict.differences
-        row.differences += [f"{difference} (cut at {verdict.cut_at})" for difference in differences]
-        seen = next((row for row in outcomes if answer.stream_id and answer.stream_id in row["request_id"]), None)
-        if verdict.cut_at is not None:
-            row.migrated += 1
-            row.exact += verdict.exact
-            row.cuts.append(verdict.cut_at)
-        elif seen is not None and seen["outcome"] in ("refused", "stayed"):
-            row.codes.add(seen["code"])
+def choose(kinds: list[Kind], rows: dict[str, Row], draw: random.Random) -> list[Kind]:
+    """The kinds of the next batch, those first that have been tried least; a kind with copies comes several times."""
+    chosen: list[Kind] = []
+    room = BATCH
+    for kind in sorted(kinds, key=lambda kind: (rows[kind.name].tried, draw.random())):
+        size = kind.sequences * kind.copies
+        if size <= room:
+            chosen += [kind] * kind.copies
+            room -= size
+    return chosen
 
 
-def document(rows: dict[str, Row], seed: int) -> str:
-    """The matrix as Markdown."""
-    lines = [
-        "# Which requests survive a migration, and how",
-        "",
-        "Written by `python -m benchmarks.fidelity` from the runs that prove it; do not edit. Two real vLLM instances",
-        f"on CPUs, SmolLM2-135M in float32, several requests at once, cut points drawn at random (seed {seed}).",
-        "",
-        "- *Exact*: text, token ids, usage and finish reason equal those of the same request undisturbed, and",
-        "  log-probabilities within 1e-4. Unseeded requests have no twin; their delivered tokens are scored again.",
-        "- *Refused*: the request stays on its instance and says why before anything is frozen.",
-        "",
-        "| kind of request | result | moved | cut after tokens |",
-        "|---|---|---|---|",
-    ]
-    for row in rows.values():
-        if row.kind.refused:
-            result = f"refused: `{row.kind.refused}`" if row.holds else "**NOT REFUSED AS IT SHOULD BE**"
-        else:
-            result = "exact" if row.holds else "**" + ("; ".join(row.differences) or "never moved") + "**"
-        cuts = f"{min(row.cuts)} to {max(row.cuts)}" if row.cuts else "-"
-        lines.append(f"| {row.kind.name} | {result} | {row.migrated or '-'} | {cuts} |")
-    return "\n".join(lines) + "\n"
+def reference_of(request: Request) -> Request:
+    """The same request with other block hashes: whatever its run leaves in a prefix cache, the moved one finds none of
+    it."""
+    salt = "undisturbed" + request.body.get("cache_salt", "")
+    return Request(request.name, request.path, {**request.body, "cache_salt": salt}, request.repeatable)
 
 
-async def measure(requests: int, seed: int) -> dict[str, Row]:
-    """Runs the matrix on a product of its own until `requests` have moved, every kind at least once."""
-    folder = Path(tempfile.mkdtemp(prefix="fidelity-"))
-    instances = InstanceOptions(model=str(chat_model()), served_model_name="smollm2-135m")
-    options = StackOptions(
-        state_dir=folder,
-        panel_port=8302,
-        first_instance_port=8300,
-        first_data_port=9300,
-        instances=instances,
-        say=_say,
+async def undisturbed(stack: Stack, requests: list[Request]) -> list[Answer]:
+    """Sends the repeatable requests straight to the instances, half of them to each: no proxy, no migration."""
+    urls = [instance.base_url for instance in stack.instances.values()]
+    needed = [index for index, request in enumerate(requests) if request.repeatable]
+    parts = [needed[start :: len(urls)] for start in range(len(urls))]
+    answers = [Answer(request) for request in requests]
+    found = await asyncio.gather(
+        *(
+            run_requests(url, MODEL, [reference_of(requests[index]) for index in part])
+            for url, part in zip(urls, parts, strict=True)
+        )
     )
-    stack = Stack(options)
-    rows = {kind.name: Row(kind) for kind in KINDS}
-    draw = random.Random(seed)
+    for part, some in zip(parts, found, strict=True):
+        for index, answer in zip(part, some, strict=True):
+            answers[index] = answer
+    return answers
+
+
+async def measure(stack_name: str, kinds: list[Kind], rows: dict[str, Row], wanted: int, draw: Draw, port: int) -> None:
+    """Moves requests of these kinds on a product of their own until `wanted` have moved, every kind at least once."""
+    folder = Path(tempfile.mkdtemp(prefix="fidelity-"))
+    stack = stack_of(stack_name, folder, port, _say)
     try:
         await stack.start()
-        await run_requests(stack.url, "smollm2-135m", batch_of(KINDS[:2], seed % 1000))
+        if stack_name == "crowded":
+            await measure_crowd(stack, rows, wanted, draw.next_salt, _say)
+            return
+        mine = [rows[kind.name] for kind in kinds]
+        # The first steps of an engine are slower than all later ones.
+        await undisturbed(stack, batch_of(kinds[:2], draw.next_salt()))
         source, target = (instance.id for instance in stack.instances.values())
-        salt = seed % 100_000
         # A kind that is never seen to move or to be refused shows up as such in the table; it must not keep this going.
-        for _ in range(2 * max(requests, len(KINDS)) // BATCH + 1):
-            missing = [row.kind.name for row in rows.values() if not _tried(row)]
-            moved = sum(row.migrated for row in rows.values())
-            _say(f"  {moved} moved, {len(missing)} kinds not seen yet {missing[:3]}")
-            if moved >= requests and not missing:
-                break
-            kinds = sorted(KINDS, key=lambda kind: (_tried(rows[kind.name]), draw.random()))[:BATCH]
-            salt += 1
-            start = draw.randint(EARLIEST, LATEST)
-            run = await migrate_under_load(
-                stack.url,
-                stack.api_token,
-                "smollm2-135m",
-                source,
-                target,
-                batch_of(kinds, salt),
-                start_after_tokens=start,
+        for _ in range(2 * max(wanted, len(kinds)) // BATCH + 2):
+            missing = [row.kind.name for row in mine if not row.tried]
+            moved = sum(row.migrated for row in mine)
+            _say(
+                f"  {time.strftime('%H:%M:%S')} {stack_name}: {moved} moved; not seen yet: {len(missing)} {missing[:4]}"
             )
-            judge(rows, kinds, run)
-            source, target = target, source
+            if moved >= wanted and not missing:
+                break
+            moves = await _one_batch(stack, choose(kinds, rows, draw.random), rows, draw, source, target)
+            if moves % 2:
+                source, target = target, source
     finally:
         await stack.stop()
         shutil.rmtree(folder, ignore_errors=True)
-    return rows
+
+
+async def _one_batch(
+    stack: Stack, chosen: list[Kind], rows: dict[str, Row], draw: Draw, source: str, target: str
+) -> int:
+    """Moves one batch there and back and returns how many migrations that were."""
+    salt = draw.next_salt()
+    requests = batch_of(chosen, salt)
+    references = await undisturbed(stack, requests)
+    warm = [request for kind, request in zip(chosen, requests, strict=True) if kind.warm]
+    if warm:
+        url = next(instance.base_url for instance in stack.instances.values() if instance.id == target)
+        short = [Request(one.name, one.path, {**one.body, "max_tokens": 1}, one.repeatable) for one in warm]
+        await run_requests(url, MODEL, short)
+    start = draw.random.randint(EARLIEST, LATEST)
+    if any(kind.ends for kind in chosen):
+        start = 32
+    again = draw.random.randint(AGAIN_EARLIEST, AGAIN_LATEST)
+    try:
+        run = await migrate_under_load(
+            stack.url,
+            stack.api_token,
+            MODEL,
+            source,
+            target,
+            requests,
+            start_after_tokens=start,
+            further=(again,),
+            references=references,
+        )
+    except RuntimeError as error:
+        _say(f"  {error}")
+        for kind in chosen:
+            rows[kind.name].troubles.append(str(error))
+        return 0
+    for verdict, reference in zip(run.verdicts, references, strict=True):
+        for split in verdict.splits:
+            await weigh(stack.url, MODEL, reference, split)
+    for line in judge(rows, chosen, run, salt):
+        _say(f"  {line}")
+    for migration in run.migrations:
+        if migration.job["state"] not in ("done", "partial"):
+            _say(f"  migration {migration.job['state']}: {migration.job.get('error')}")
+    return len(run.migrations)
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _tried(row: Row) -> int:
-    return row.migrated or len(row.codes)
+async def _main(arguments: argparse.Namespace) -> dict[str, Row]:
+    draw = Draw(arguments.seed)
+    _say(f"seed {arguments.seed}")
+    kinds = [kind for kind in KINDS if arguments.kinds in kind.name]
+    rows = {kind.name: Row(kind) for kind in kinds}
+    crowd = crowded_rows() if arguments.kinds in "crowded" else {}
+    rows |= crowd
+    total = len(kinds) + len(crowd)
+    for number, name in enumerate(STACKS):
+        mine = [row.kind for row in rows.values() if row.kind.stack == name]
+        if mine and arguments.stack in ("", name):
+            wanted = round(arguments.requests * len(mine) / total)
+            await measure(name, mine, rows, wanted, draw, arguments.port + 10 * number)
+    return {name: row for name, row in rows.items() if arguments.stack in ("", row.kind.stack)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=300, help="how many must have moved")
+    parser.add_argument("--requests", type=int, default=320, help="how many must have moved")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1_000_000))
+    parser.add_argument("--kinds", default="", help="only kinds with this in their names")
+    parser.add_argument("--stack", default="", choices=["", *STACKS], help="only kinds that need these instances")
+    parser.add_argument("--port", type=int, default=8300, help="first of the ports that are used")
     parser.add_argument("--write", type=Path, help="document to write, for example docs/fidelity.md")
     arguments = parser.parse_args()
-    rows = asyncio.run(measure(arguments.requests, arguments.seed))
+    rows = asyncio.run(_main(arguments))
     text = document(rows, arguments.seed)
     sys.stderr.write(text)
     if arguments.write:
         arguments.write.write_text(text)
     result: dict[str, Any] = {
         "migrated": sum(row.migrated for row in rows.values()),
-        "mismatches": sum(row.migrated - row.exact for row in rows.values()),
+        "moves": sum(row.moves for row in rows.values()),
+        "mismatches": sum(row.mismatches for row in rows.values()),
+        "near_ties": sum(row.ties for row in rows.values()),
         "refused": sum(bool(row.codes) for row in rows.values() if row.kind.refused),
         "seed": arguments.seed,
     }

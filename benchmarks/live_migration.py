@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.exactness import MIN_SIDE, Verdict, percentile, rescore, verdicts
 from benchmarks.streams import Answer, Request, mixed_requests, run_requests
 
-__all__ = ["Migration", "MigrationRun", "migrate_under_load", "summary"]
+__all__ = ["Migration", "MigrationRun", "Panel", "migrate_under_load", "summary", "until_all_have"]
 
 TERMINAL = ("done", "partial", "failed", "aborted")
 #: Seconds.
@@ -144,7 +144,7 @@ async def migrate_under_load(
         load = asyncio.ensure_future(run_requests(url, model, requests, progress=live.extend))
         try:
             for tokens in (start_after_tokens, *further):
-                await _until_all_have(live, tokens, load)
+                await until_all_have(live, tokens, load)
                 if load.done() and migrations:
                     break
                 job = await panel.migrate(source, target, migration_type=migration_type)
@@ -160,7 +160,7 @@ async def migrate_under_load(
     return MigrationRun(references, answers, found, migrations)
 
 
-async def _until_all_have(live: list[Answer], tokens: int, load: asyncio.Future[Any]) -> None:
+async def until_all_have(live: list[Answer], tokens: int, load: asyncio.Future[Any]) -> None:
     """Waits until every stream that goes on has `tokens` more tokens than now."""
     had = {id(answer): answer.progress for answer in live}
     while not load.done():

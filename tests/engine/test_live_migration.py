@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.exactness import MIN_SIDE
 from benchmarks.live_migration import summary
+from benchmarks.ping_pong import ping_pong
 from benchmarks.streams import mixed_requests
 from tests.engine.conftest import RunningStack
 
@@ -11,6 +12,7 @@ from tests.engine.conftest import RunningStack
 def test_eight_mixed_streams_and_two_whole_answers_survive_a_cut(stack: RunningStack) -> None:
     source, target = stack.active(), stack.standby()
     requests = mixed_requests(8, tokens=240, salt=2, whole=2)
+    blocks = [stack.free_blocks(instance) for instance in (source, target)]
 
     run = stack.migrate_under_load(requests)
 
@@ -27,3 +29,12 @@ def test_eight_mixed_streams_and_two_whole_answers_survive_a_cut(stack: RunningS
     assert line["lost_tokens"] == line["duplicated_tokens"] == 0
     assert line["rounds"] >= 2 and line["bytes"] > 0
     assert (stack.active().id, stack.standby().id) == (target.id, source.id)
+    # What was lent to the session comes back when it is closed on both sides.
+    stack.until(lambda: [stack.free_blocks(instance) for instance in (source, target)] == blocks)
+
+
+def test_one_stream_goes_to_and_fro_and_no_block_is_lost(stack: RunningStack) -> None:
+    result = stack.wait(ping_pong(stack.stack, stack.remember_roles(), tokens=200, moves=4, number=61))
+    assert result["exact"], result["differences"]
+    assert result["moves"] == 4, result
+    assert result["free_blocks"]["before"] == result["free_blocks"]["after"], result

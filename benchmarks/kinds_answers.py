@@ -1,0 +1,193 @@
+"""Rows about what shape an answer has: structure, tools, reasoning, several choices, other routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.kinds import CHAT, MESSAGES, RESPONSES, TEXT, Kind, prompt
+
+__all__ = ["ANSWERS", "END_OF_REASONING", "REASONING"]
+
+#: The token that ends the reasoning in the model of the stack `reasoning`.
+END_OF_REASONING = 7
+_STORY: dict[str, Any] = {
+    "type": "object",
+    "properties": {"title": {"type": "string"}, "text": {"type": "string", "minLength": 400}},
+    "required": ["title", "text"],
+    "additionalProperties": False,
+}
+_STORY_FORMAT = {"type": "json_schema", "json_schema": {"name": "story", "schema": _STORY}}
+_PLACE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "minLength": 40}, "why": {"type": "string", "minLength": 200}},
+    "required": ["city", "why"],
+    "additionalProperties": False,
+}
+_FUNCTION: dict[str, Any] = {"name": "weather", "description": "Weather at a place.", "parameters": _PLACE}
+_TOOLS = [{"type": "function", "function": _FUNCTION}]
+_NAMED = {"type": "function", "function": {"name": "weather"}}
+_RESPONSES_TOOLS = [{"type": "function", **_FUNCTION}]
+_MESSAGES_TOOLS = [{"name": "weather", "description": "Weather at a place.", "input_schema": _PLACE}]
+#: A model as small as this one calls no tool of its own accord: a regular expression makes it write one call.
+_CALL = r'[a-z ]{40}<tool_call>\n\{"name": "weather", "arguments": \{"city": "[a-z ]{120}"\}\}\n</tool_call>'
+_CHOICES = [
+    "Yes. " + "The ship has left the harbour, and nobody on the bridge looked back at the lighthouse. " * 5,
+    "No. " + "The ship is still at anchor, because the fog came in from the east before the morning. " * 5,
+]
+_CJK = "[\u4e00-\u9fa5\U0001f600-\U0001f64f]"
+
+
+def _emoji(number: int) -> str:
+    return f"Story {number} 🌊⛵️ 海の話を続けてください。🐉 {prompt(number)}"
+
+
+ANSWERS: list[Kind] = [
+    Kind("emoji and CJK in the prompt", CHAT, {"temperature": 0}, text=_emoji),
+    Kind(
+        "output cut inside multi-byte characters",
+        TEXT,
+        {"temperature": 1.0, "seed": 19, "structured_outputs": {"regex": _CJK + "{90}"}},
+    ),
+    Kind(
+        "output cut inside multi-byte characters, chat, logprobs",
+        CHAT,
+        {"temperature": 1.0, "seed": 29, "logprobs": True, "structured_outputs": {"regex": _CJK + "{90}"}},
+    ),
+    Kind(
+        "structured output: regex",
+        TEXT,
+        {"temperature": 1.0, "seed": 20, "structured_outputs": {"regex": "[a-z ]{600}"}},
+    ),
+    Kind("structured output: JSON schema", CHAT, {"temperature": 0, "response_format": _STORY_FORMAT}),
+    Kind(
+        "structured output: JSON schema, not streamed",
+        CHAT,
+        {"temperature": 0.8, "seed": 30, "response_format": _STORY_FORMAT},
+        streamed=False,
+    ),
+    Kind(
+        "structured output: any JSON object",
+        CHAT,
+        {"temperature": 1.0, "seed": 31, "response_format": {"type": "json_object"}, "min_tokens": 80},
+    ),
+    Kind("structured output: choice", TEXT, {"temperature": 0, "structured_outputs": {"choice": _CHOICES}}),
+    Kind(
+        "structured output: grammar",
+        TEXT,
+        {"temperature": 1.0, "seed": 21, "structured_outputs": {"grammar": 'root ::= ("ab" | "cd " | [0-9]){200}'}},
+    ),
+    Kind("tools, tool_choice none", CHAT, {"temperature": 0, "tools": _TOOLS, "tool_choice": "none"}),
+    Kind(
+        "tools, auto",
+        CHAT,
+        {"temperature": 0.8, "seed": 32, "tools": _TOOLS, "structured_outputs": {"regex": _CALL}},
+        refused="tools",
+    ),
+    Kind(
+        "tools, auto, not streamed",
+        CHAT,
+        {"temperature": 0.8, "seed": 33, "tools": _TOOLS, "structured_outputs": {"regex": _CALL}},
+        refused="tools",
+        streamed=False,
+    ),
+    Kind("tools, auto, none called", CHAT, {"temperature": 0, "tools": _TOOLS}, refused="tools"),
+    Kind(
+        "tools, required",
+        CHAT,
+        {"temperature": 0.8, "seed": 34, "tools": _TOOLS, "tool_choice": "required"},
+        refused="tools",
+    ),
+    Kind(
+        "tools, required, not streamed",
+        CHAT,
+        {"temperature": 0, "tools": _TOOLS, "tool_choice": "required"},
+        refused="tools",
+        streamed=False,
+    ),
+    Kind("tools, named", CHAT, {"temperature": 0, "tools": _TOOLS, "tool_choice": _NAMED}, refused="tools"),
+    Kind(
+        "tools, named, not streamed",
+        CHAT,
+        {"temperature": 0.8, "seed": 35, "tools": _TOOLS, "tool_choice": _NAMED},
+        refused="tools",
+        streamed=False,
+    ),
+    Kind("echo", TEXT, {"temperature": 0, "echo": True}, refused="echo"),
+    Kind("echo, client asks for no token ids", TEXT, {"temperature": 0, "echo": True, "return_token_ids": None}).but(
+        refused="echo"
+    ),
+    Kind("echo, not streamed", TEXT, {"temperature": 0, "echo": True}, refused="echo", streamed=False),
+    Kind("n = 2, seeded", TEXT, {"temperature": 0.8, "seed": 22, "n": 2}, refused="several_choices"),
+    Kind("n = 2, chat, not streamed", CHAT, {"temperature": 0.8, "seed": 36, "n": 2}, refused="several_choices").but(
+        streamed=False
+    ),
+    Kind(
+        "n = 3, some of which end early",
+        CHAT,
+        {"temperature": 1.0, "seed": 37, "n": 3, "stop": [" the ", ", "], "min_tokens": 4},
+        refused="several_choices",
+    ),
+    Kind("several prompts", TEXT, {"temperature": 0}, refused="several_choices", prompts=2),
+    Kind(
+        "several prompts, n = 2, logprobs, not streamed",
+        TEXT,
+        {"temperature": 0.8, "seed": 38, "n": 2, "logprobs": 1},
+        refused="several_choices",
+        prompts=2,
+        streamed=False,
+    ),
+    Kind("responses", RESPONSES, {"temperature": 0}, refused="not_a_movable_route"),
+    Kind("responses, not streamed", RESPONSES, {"temperature": 0}, refused="not_a_movable_route", streamed=False),
+    Kind("responses, seeded, penalties", RESPONSES, {"temperature": 0.8, "seed": 39, "presence_penalty": 0.5}).but(
+        refused="not_a_movable_route"
+    ),
+    Kind(
+        "responses, JSON schema",
+        RESPONSES,
+        {"temperature": 0, "text": {"format": {"type": "json_schema", "name": "story", "schema": _STORY}}},
+        refused="not_a_movable_route",
+    ),
+    Kind(
+        "responses, tools required",
+        RESPONSES,
+        {"temperature": 0, "tools": _RESPONSES_TOOLS, "tool_choice": "required"},
+        refused="not_a_movable_route",
+    ),
+    Kind("messages", MESSAGES, {"temperature": 0}, refused="not_a_movable_route"),
+    Kind("messages, not streamed", MESSAGES, {"temperature": 0}, refused="not_a_movable_route", streamed=False),
+    Kind(
+        "messages, stop_sequences",
+        MESSAGES,
+        {"temperature": 0, "stop_sequences": ["end of all things"]},
+        refused="not_a_movable_route",
+    ),
+    Kind(
+        "messages, a tool is required",
+        MESSAGES,
+        {"temperature": 0, "tools": _MESSAGES_TOOLS, "tool_choice": {"type": "any"}},
+        refused="not_a_movable_route",
+    ),
+]
+
+
+def _thinking(bias: float, **fields: Any) -> dict[str, Any]:
+    """Sampling in which the reasoning ends: seldom, sooner or at once, as the bias for its last token says."""
+    return {"temperature": 1.0, "logit_bias": {str(END_OF_REASONING): bias}, **fields}
+
+
+REASONING: list[Kind] = [
+    Kind("reasoning parser, cut inside the reasoning", CHAT, _thinking(-50, seed=40)),
+    Kind("reasoning parser, cut inside or behind", CHAT, _thinking(17, seed=41)),
+    Kind("reasoning parser, cut behind the reasoning", CHAT, _thinking(21, seed=42)),
+    Kind("reasoning parser, not streamed", CHAT, _thinking(17, seed=43), streamed=False),
+    Kind("reasoning parser, logprobs", CHAT, _thinking(17, seed=44, logprobs=True)),
+    Kind("reasoning parser, text completion", TEXT, _thinking(17, seed=45)),
+    Kind(
+        "reasoning parser, JSON schema",
+        CHAT,
+        _thinking(19, seed=46, response_format=_STORY_FORMAT, max_tokens=150),
+        refused="structured_reasoning",
+    ),
+    Kind("reasoning parser, responses", RESPONSES, _thinking(17, seed=47), refused="not_a_movable_route"),
+]
+REASONING = [kind.but(stack="reasoning") for kind in REASONING]

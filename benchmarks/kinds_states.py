@@ -1,0 +1,52 @@
+"""Rows about where a request is and what surrounds it, and about requests that stay."""
+
+from __future__ import annotations
+
+from benchmarks.kinds import CHAT, RESPONSES, TEXT, Kind, prompt
+
+__all__ = ["REFUSED", "STATES", "STATIC"]
+
+
+def _shared(number: int) -> str:
+    """Prompts whose first block (128 tokens) and more are the same for all requests of one batch."""
+    return f"{prompt(number // 100)} {prompt(number // 100 + 1)} This is part {number % 100}. Continue it."
+
+
+STATES: list[Kind] = [
+    Kind("prefix-cache hits on the target", CHAT, {"temperature": 0}, text=_shared, warm=True),
+    Kind("prefix-cache hits on the target, seeded", TEXT, {"temperature": 1.0, "seed": 50}, text=_shared, warm=True),
+    Kind("prompts with a common beginning", TEXT, {"temperature": 1.0, "seed": 51}, text=_shared, copies=3),
+    Kind("priority", CHAT, {"temperature": 0, "priority": 3}),
+    Kind("ends in the step of the freeze", TEXT, {"temperature": 0, "max_tokens": 40}, copies=3, ends=True),
+]
+
+REFUSED: list[Kind] = [
+    Kind("prompt_logprobs", TEXT, {"temperature": 0, "prompt_logprobs": 0}, refused="prompt_logprobs", streamed=False),
+    Kind(
+        "echo with logprobs",
+        TEXT,
+        {"temperature": 0, "echo": True, "logprobs": 1},
+        refused="echo",
+        streamed=False,
+    ),
+    Kind("beam search", TEXT, {"temperature": 0, "n": 2, "use_beam_search": True}, refused="several_choices").but(
+        streamed=False
+    ),
+    Kind(
+        "responses, in the background",
+        RESPONSES,
+        {"temperature": 0, "background": True, "store": True},
+        refused="not_a_movable_route",
+        streamed=False,
+    ),
+]
+
+#: Rows that no run on this machine can show, with what shows them instead.
+STATIC: list[tuple[str, str]] = [
+    ("pooling", "refused: `pooling`; needs another model, shown by a unit test"),
+    ("streaming-input sessions", "refused: `streaming_input`; shown by a unit test"),
+    ("prompt_embeds", "refused: `prompt_embeds`; shown by a unit test"),
+    ("multimodal requests", "refused: `multimodal`; shown by a unit test"),
+    ("encoder-decoder, mamba and hybrid models", "refused by a named probe at start; shown by a unit test"),
+    ("draft-model and n-gram speculation", "refused: `speculative_decoding`; shown by a unit test"),
+]

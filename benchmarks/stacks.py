@@ -1,0 +1,105 @@
+"""The instances that the kinds of the fidelity matrix need: one stack for most, others where a flag would disturb."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.demo_models import chat_model
+from controlplane.serving import InstanceOptions
+from controlplane.supervisor import Stack, StackOptions
+
+__all__ = ["MODEL", "STACKS", "Setup", "stack_of"]
+
+MODEL = "smollm2-135m"
+#: Of the model's tokens that never come: these two get the names that reasoning parsers look for.
+_THINK = {"<filename>": "<think>", "<gh_stars>": "</think>"}
+#: SmolLM2 in float32: 30 layers, keys and values of 3 heads of 64, 128 tokens.
+_BLOCK_BYTES = 30 * 2 * 3 * 64 * 128 * 4
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the two instances of one stack are started.
+
+    Attributes:
+        arguments: appended to `vllm serve`.
+        thinking: the tokenizer has tokens for the ends of a reasoning.
+        max_num_seqs: run slots.
+        kv_blocks: size of the KV cache, None for the usual one.
+    """
+
+    arguments: tuple[str, ...] = ()
+    thinking: bool = False
+    max_num_seqs: int = 16
+    kv_blocks: int | None = None
+
+    def options(self, folder: Path) -> InstanceOptions:
+        """Makes the options; `folder` takes what has to be written for them."""
+        model = chat_model()
+        options = InstanceOptions(
+            model=str(_thinking_model(model, folder) if self.thinking else model),
+            served_model_name=MODEL,
+            max_num_seqs=self.max_num_seqs,
+            arguments=self.arguments,
+        )
+        if self.kv_blocks is None:
+            return options
+        return InstanceOptions(**{**vars(options), "kv_cache_bytes": self.kv_blocks * _BLOCK_BYTES})
+
+
+STACKS: dict[str, Setup] = {
+    "plain": Setup(
+        ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--scheduling-policy", "priority"),
+    ),
+    "reasoning": Setup(("--reasoning-parser", "deepseek_r1"), thinking=True),
+    # Few run slots, few blocks, and a step in which no long prompt has room. Nothing seeded may run here: see
+    # `serve_command` about what vLLM's CPU build does when a seeded request's prompt is split.
+    "crowded": Setup(("--max-num-batched-tokens", "256"), max_num_seqs=6, kv_blocks=24),
+}
+
+
+def stack_of(name: str, folder: Path, first_port: int, say: Callable[[str], None]) -> Stack:
+    """Makes the product around one setup: panel at `first_port` + 2, instances at `first_port` and the next."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return Stack(
+        StackOptions(
+            state_dir=folder,
+            panel_port=first_port + 2,
+            first_instance_port=first_port,
+            first_data_port=first_port + 1000,
+            instances=STACKS[name].options(folder),
+            say=say,
+        )
+    )
+
+
+def _thinking_model(model: Path, folder: Path) -> Path:
+    """The same model with a tokenizer in which two unused tokens are called as reasoning parsers want them."""
+    copy = folder / "model"
+    if copy.exists():
+        return copy
+    copy.mkdir()
+    for part in model.iterdir():
+        if part.name == "tokenizer.json":
+            (copy / part.name).write_text(_renamed(part.read_text()))
+        elif part.suffix == ".safetensors":
+            (copy / part.name).symlink_to(part)
+        else:
+            shutil.copy(part, copy / part.name)
+    return copy
+
+
+def _renamed(text: str) -> str:
+    tokenizer = json.loads(text)
+    for token in tokenizer["added_tokens"]:
+        if token["content"] in _THINK:
+            token["content"] = _THINK[token["content"]]
+            # As with models that think: detokenization must not skip them.
+            token["special"] = False
+    words = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {_THINK.get(word, word): number for word, number in words.items()}
+    return json.dumps(tokenizer, ensure_ascii=False)
