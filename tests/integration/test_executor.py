@@ -264,9 +264,9 @@ def test_what_the_proxy_refuses_for_good_is_not_asked_again(pair: Pair) -> None:
 # -- the bad ends -----------------------------------------------------------------------------------------------------
 
 
-def fail(status: int = 500, code: str = "engine_unavailable") -> Any:
+def fail(status: int = 500, code: str = "engine_unavailable", message: str = "The engine could not do it.") -> Any:
     def fault(_: Body) -> None:
-        raise Refusal(status, code, "The engine could not do it.")
+        raise Refusal(status, code, message)
 
     return fault
 
@@ -419,6 +419,19 @@ def test_a_preflight_that_fails_touches_nothing(pair: Pair) -> None:
     assert job.error.startswith("The pre-flight check dtype failed (float32, bfloat16): Start the target with the same")
     assert not pair.a.named("start")
     assert job.preflight["level"] == "error"
+
+
+def test_a_difference_that_only_the_handshake_sees_ends_the_job(pair: Pair) -> None:
+    """Something changed after the pre-flight check: the engines compare again, and asking once more would not help."""
+    pair.a.add_request("r1")
+    pair.a.add_request("r2")
+    sentence = "The factor lora differs (source: fr=aa11, target: none): Load each adapter of the source on the target."
+    pair.a.faults["start"] = fail(409, "incompatible", sentence)
+    job = carry_out(pair.job())
+    assert_rolled_back(pair, job, "incompatible")
+    assert sentence.rstrip(".") in job.error
+    assert len(pair.a.named("start")) == 1
+    assert not pair.a.named("attach")
 
 
 def test_a_target_that_cannot_take_over(pair: Pair) -> None:
