@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any
 
-from vllm_plugin.eligibility import prompt_digest, refusal, sampling_digest
+from vllm_plugin.adapters import identity
+from vllm_plugin.eligibility import prompt_digest, queueing_digest, refusal, sampling_digest
 from vllm_plugin.errors import MigrationError
-from vllm_plugin.messages import Expect, Expectation
-from vllm_plugin.move import Move
+from vllm_plugin.messages import Expect, Expectation, ExpectedMember
+from vllm_plugin.move import Member, Move
 from vllm_plugin.wire import LegOpened, OpenLeg
 
 if TYPE_CHECKING:
+    from vllm_plugin.book import StreamRecord
+    from vllm_plugin.scheduler import MigrationScheduler
     from vllm_plugin.source import SourceSession
 
 __all__ = ["attach"]
@@ -59,34 +62,64 @@ def _choose(
 ) -> tuple[list[Move], list[Expectation], list[dict[str, str]]]:
     scheduler = session.engine.scheduler
     moves, expectations, refused = [], [], []
-    for request_id in list(scheduler.requests) if request_ids is None else request_ids:
-        request = scheduler.requests.get(request_id)
+    for request_id, record in _streams(scheduler, request_ids).items():
         present = session.moves.get(request_id)
         if present is not None and not present.ended:
             continue
-        if request is None or request.is_finished():
+        if record is None and request_id not in scheduler.requests:
             refused.append({"request_id": request_id, "code": "unknown_request", "message": "The request has ended."})
             continue
-        record = scheduler.book.records.get(request_id)
-        why = refusal(request, record, record is not None and record.proxy in session.engine.proxies)
-        snapshot = scheduler.snapshot(request_id, 0)
-        if why is not None or record is None or snapshot is None:
+        why = refusal(record, record is not None and record.proxy in session.engine.proxies, session.engine.adapters)
+        if why is not None or record is None:
             code, message = why or ("unknown_request", "The request has ended.")
             refused.append({"request_id": request_id, "code": code, "message": message})
             continue
-        move = Move(
-            request_id=request_id,
-            stream=record.stream,
-            ticket=secrets.token_urlsafe(24),
-            epoch=snapshot.epoch,
-            prompt_tokens=snapshot.prompt_tokens,
-            kv_blocks=len(snapshot.block_ids),
-            tokens=snapshot.num_output_tokens,
-        )
+        move = _move_of(scheduler, record)
         moves.append(move)
-        digests = (prompt_digest(request), sampling_digest(request))
-        expectations.append(Expectation(move.ticket, record.stream, *digests))
+        expectations.append(_expectation(move, record, session.engine.adapters))
     return moves, expectations, refused
+
+
+def _streams(scheduler: MigrationScheduler, request_ids: list[str] | None) -> dict[str, StreamRecord | None]:
+    """What the asked-for requests (None: all) belong to, by the id of the whole; None for those without a proxy."""
+    found: dict[str, StreamRecord | None] = {}
+    for request_id in list(scheduler.requests) if request_ids is None else request_ids:
+        record = scheduler.book.stream_of.get(request_id)
+        found[record.request_id if record is not None else request_id] = record
+    return found
+
+
+def _move_of(scheduler: MigrationScheduler, record: StreamRecord) -> Move:
+    members, blocks = [], 0
+    for member in record.in_order():
+        snapshot = scheduler.snapshot(member.request_id, 0)
+        if snapshot is None:
+            members.append(Member(member.request_id, 0, ended=True))
+        else:
+            members.append(Member(member.request_id, snapshot.epoch))
+            blocks += len(snapshot.block_ids)
+    requests = [member.request for member in record.members.values()]
+    return Move(
+        request_id=record.request_id,
+        stream=record.stream,
+        ticket=secrets.token_urlsafe(24),
+        members=members,
+        prompt_tokens=sum(request.num_prompt_tokens for request in requests),
+        kv_blocks=blocks,
+        tokens=sum(request.num_output_tokens for request in requests),
+    )
+
+
+def _expectation(move: Move, record: StreamRecord, adapters: Mapping[str, str]) -> Expectation:
+    requests = [(member.key, member.request) for member in record.in_order()]
+    members = [
+        ExpectedMember(*key, prompt_digest(request), sampling_digest(request), queueing_digest(request))
+        for key, request in requests
+    ]
+    first = requests[0][1]
+    # Ages, not times: the clocks of two hosts differ.
+    age_s = max(0.0, time.time() - first.arrival_time)
+    return Expectation(move.ticket, record.stream, members, identity(first, adapters), age_s)
 
 
 def _expect(session: SourceSession, expectations: list[Expectation]) -> None:

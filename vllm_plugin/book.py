@@ -5,14 +5,18 @@ Everything here belongs to the engine thread; other threads reach it only throug
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from vllm_plugin.messages import LogprobRows
+from vllm_plugin.messages import Expectation, LogprobRows
 
 __all__ = [
+    "MemberRecord",
     "MoveBook",
     "ParkedRequest",
+    "ParkedStream",
     "SchedulerListener",
     "StreamRecord",
     "merge_logprobs",
@@ -20,18 +24,44 @@ __all__ = [
     "split_logprobs",
 ]
 
+#: Streams whose requests have all ended before all of them came are remembered, but not for ever.
+MAX_INCOMPLETE = 1000
+
+
+@dataclass
+class MemberRecord:
+    """History of one engine request of a stream that vLLM itself does not keep, needed to replay it elsewhere.
+
+    `request`: vLLM's own, kept after its end as long as other members of the stream run. `key`: (prompt number, choice
+    number), the same on every leg. `logprobs`: one item per step, as vLLM's `LogprobsLists`.
+    """
+
+    request: Any
+    key: tuple[int, int]
+    logprobs: list[Any] = field(default_factory=list)
+    prefill: dict[str, int] | None = None
+
+    @property
+    def request_id(self) -> str:
+        request_id: str = self.request.request_id
+        return request_id
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.request.is_finished())
+
 
 @dataclass
 class StreamRecord:
-    """History of one proxied request that vLLM itself does not keep, needed to replay it elsewhere.
+    """What one leg of a client's request runs here: one engine request, or one per choice and prompt.
 
-    `stream`: the tag `<proxy worker>/<stream id>`. `logprobs`: one item per step, as vLLM's `LogprobsLists`.
+    `stream`: the tag `<proxy worker>/<stream id>`. `choices`: how many members there will be.
     """
 
     stream: str
-    siblings: int
-    logprobs: list[Any] = field(default_factory=list)
-    prefill: dict[str, int] | None = None
+    ticket: str
+    choices: int
+    members: dict[str, MemberRecord] = field(default_factory=dict)
 
     @property
     def proxy(self) -> str:
@@ -41,16 +71,54 @@ class StreamRecord:
     def stream_id(self) -> str:
         return self.stream.partition("/")[2]
 
+    @property
+    def request_id(self) -> str:
+        """The name of the whole: the id of the first member."""
+        return next(iter(self.members))
+
+    @property
+    def complete(self) -> bool:
+        return len(self.members) >= self.choices
+
+    @property
+    def live(self) -> list[MemberRecord]:
+        return [member for member in self.members.values() if not member.ended]
+
+    def in_order(self) -> list[MemberRecord]:
+        """Members by prompt and choice: the order is the same on every leg."""
+        return sorted(self.members.values(), key=lambda member: member.key)
+
 
 @dataclass
 class ParkedRequest:
-    """A request on B that waits for its state. `full_tokens`: tokens whose blocks A may have written by now."""
+    """One member on B that waits for its state. `full_tokens`: tokens whose blocks A may have written by now."""
 
-    ticket: str
     request: Any
     hit_tokens: int | None = None
     full_tokens: int = 0
-    prepared_until: float | None = None
+
+
+@dataclass
+class ParkedStream:
+    """A second leg on B. `members`: by part, None for those that have not arrived yet."""
+
+    expectation: Expectation
+    members: list[ParkedRequest | None]
+    prepared_until: float = 0.0
+
+    @property
+    def ticket(self) -> str:
+        return self.expectation.ticket
+
+    @property
+    def complete(self) -> bool:
+        return all(member is not None for member in self.members)
+
+    def arrived(self) -> Iterator[ParkedRequest]:
+        return (member for member in self.members if member is not None)
+
+    def member(self, part: int) -> ParkedRequest | None:
+        return self.members[part] if 0 <= part < len(self.members) else None
 
 
 class SchedulerListener(Protocol):
@@ -71,31 +139,68 @@ class SchedulerListener(Protocol):
 
 @dataclass
 class MoveBook:
-    """records: proxied requests by id. frozen: ids that A does not schedule. pinned: ids whose blocks somebody
-    else reads (A) or writes (B) at this moment: freed only when unpinned. quarantine: their blocks, once the
-    request itself is gone. parked: requests on B by ticket. watched: requests committed on B that have not
-    produced yet."""
+    """records: members by request id. streams: what each leg runs, by (stream, ticket). frozen: ids that A does not
+    schedule. pinned: ids whose blocks somebody else reads (A) or writes (B) at this moment: freed only when unpinned.
+    quarantine: their blocks, once the request itself is gone. expected, parked: second legs on B by ticket, before and
+    after their first member has come. watched: requests committed on B whose stream has not produced yet."""
 
-    records: dict[str, StreamRecord] = field(default_factory=dict)
-    streams: dict[str, int] = field(default_factory=dict)
+    records: dict[str, MemberRecord] = field(default_factory=dict)
+    streams: dict[tuple[str, str], StreamRecord] = field(default_factory=dict)
+    stream_of: dict[str, StreamRecord] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
     pinned: set[str] = field(default_factory=set)
     quarantine: dict[str, Any] = field(default_factory=dict)
-    expected: dict[str, Any] = field(default_factory=dict)
-    parked: dict[str, ParkedRequest] = field(default_factory=dict)
+    expected: dict[str, Expectation] = field(default_factory=dict)
+    parked: dict[str, ParkedStream] = field(default_factory=dict)
     ticket_of: dict[str, str] = field(default_factory=dict)
     watched: dict[str, tuple[str, str, int]] = field(default_factory=dict)
 
-    def record(self, request_id: str, stream: str) -> StreamRecord:
-        """Starts the history of a request. `siblings` counts the requests that came under the same stream so far."""
-        self.streams[stream] = self.streams.get(stream, 0) + 1
-        record = self.records[request_id] = StreamRecord(stream, self.streams[stream])
-        return record
+    def record(self, request: Any, stream: str, ticket: str = "", choices: int = 1) -> MemberRecord:
+        """Starts the history of a request."""
+        leg = self.streams.setdefault((stream, ticket), StreamRecord(stream, ticket, choices))
+        key = member_key(request.request_id, leg.stream_id)
+        if key is None or any(other.key == key for other in leg.members.values()):
+            key = (0, len(leg.members))
+        member = MemberRecord(request, key)
+        self.records[request.request_id] = leg.members[request.request_id] = member
+        self.stream_of[request.request_id] = leg
+        return member
 
     def forget(self, request_id: str) -> None:
-        record = self.records.pop(request_id, None)
-        if record is not None and all(other.stream != record.stream for other in self.records.values()):
-            self.streams.pop(record.stream, None)
+        """The request has ended. Its history stays as long as other members of its stream run."""
+        leg = self.stream_of.get(request_id)
+        if leg is None or any(not member.ended for member in leg.members.values() if member.request_id != request_id):
+            return
+        if leg.complete:
+            self._drop(leg)
+            return
+        incomplete = [other for other in self.streams.values() if not other.live and not other.complete]
+        for other in incomplete[: max(0, len(incomplete) - MAX_INCOMPLETE)]:
+            self._drop(other)
+
+    def _drop(self, leg: StreamRecord) -> None:
+        self.streams.pop((leg.stream, leg.ticket), None)
+        for request_id in leg.members:
+            self.records.pop(request_id, None)
+            self.stream_of.pop(request_id, None)
+
+    def promised(self, now: float) -> int:
+        """Run slots that requests about to be committed here have been promised."""
+        return sum(len(stream.members) for stream in self.parked.values() if stream.prepared_until > now)
+
+
+def member_key(request_id: str, stream_id: str) -> tuple[int, int] | None:
+    """(prompt number, choice number) from the id that vLLM's front end has made of the proxy's upstream id.
+
+    Children of one prompt are `<choice>_<id>` (v1/engine/parallel_sampling.py), several prompts of one completion are
+    `<id>-<prompt>` (entrypoints/openai/completion/serving.py), and every engine id ends with eight random digits
+    (v1/engine/input_processor.py, `assign_request_id`).
+    """
+    for ending in ("-[0-9a-f]{8}", ""):
+        found = re.fullmatch(rf"(?:(\d+)_)?[a-z_-]*{re.escape(stream_id)}-\d+(?:-(\d+))?{ending}", request_id)
+        if found is not None:
+            return int(found[2] or 0), int(found[1] or 0)
+    return None
 
 
 def own_columns(step: Any, num_logprobs: int) -> Any:

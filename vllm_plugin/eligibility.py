@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import hashlib
-import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from vllm_plugin.adapters import source_refusal
 from vllm_plugin.book import StreamRecord
 
-__all__ = ["prompt_digest", "refusal", "sampling_digest"]
+__all__ = ["prompt_digest", "queueing_digest", "refusal", "sampling_digest"]
 
 #: Codes that pass by themselves: the same request can be asked about again a moment later.
 TRANSIENT = frozenset({"not_decoding_yet", "preempted", "proxy_unreachable"})
 
-_SEVERAL_CHOICES = re.compile(r"^\d+_")
 
+def refusal(record: StreamRecord | None, proxy_connected: bool, adapters: Mapping[str, str]) -> tuple[str, str] | None:
+    """Returns (code, sentence) when what runs here for a client's request cannot move now, None when it can.
 
-def refusal(request: Any, record: StreamRecord | None, proxy_connected: bool) -> tuple[str, str] | None:
-    """Returns (code, sentence) when vLLM's `request` cannot move now, None when it can."""
+    `adapters`: fingerprints of the LoRA adapters that this instance serves, by name.
+    """
     if record is None:
         return "no_proxy", "The request did not come through the proxy, so nobody could carry its client over."
     if not proxy_connected:
         return "proxy_unreachable", f"The proxy worker {record.proxy!r} that owns the client has no control connection."
-    return _unsupported(request, record) or _not_ready(request)
+    members = list(record.members.values())
+    for check in (_unsupported, _not_ready):
+        for member in members:
+            if (why := check(member.request)) is not None:
+                return why
+    for member in members:
+        if (why := source_refusal(member.request, adapters)) is not None:
+            return why
+    if not record.complete:
+        return "not_decoding_yet", "Some choices of the request have not arrived yet; it can move once all decode."
+    return None
 
 
-def _unsupported(request: Any, record: StreamRecord) -> tuple[str, str] | None:
+def _unsupported(request: Any) -> tuple[str, str] | None:
     params = request.sampling_params
     if params is None:
         return "pooling", "Pooling requests are short and are not moved."
-    if record.siblings > 1 or params.n > 1 or _SEVERAL_CHOICES.match(request.request_id):
-        return "several_choices", "Requests with several choices or prompts (n > 1) are not moved yet."
     structured = request.structured_output_request
     # Without a reasoning parser, vLLM sets `reasoning_ended` itself as soon as the first token is accepted.
     if structured is not None and (structured.reasoner is not None or structured.reasoning_ended is False):
@@ -43,8 +53,6 @@ def _unsupported(request: Any, record: StreamRecord) -> tuple[str, str] | None:
         return "prompt_embeds", "Requests whose prompt is given as embeddings are not moved."
     if request.mm_features:
         return "multimodal", "Multimodal requests are not moved yet."
-    if request.lora_request is not None:
-        return "lora", "Requests with a LoRA adapter are not moved yet."
     if request.resumable:
         return "streaming_input", "Streaming-input sessions are not moved."
     if request.spec_token_ids or request.spec_decode_metrics is not None:
@@ -55,6 +63,8 @@ def _unsupported(request: Any, record: StreamRecord) -> tuple[str, str] | None:
 
 
 def _not_ready(request: Any) -> tuple[str, str] | None:
+    if request.is_finished():
+        return None
     status = request.status.name
     if status == "PREEMPTED":
         return "preempted", "The request is preempted; it can move once it runs again."
@@ -74,6 +84,11 @@ def sampling_digest(request: Any) -> bytes:
     fields = {name: getattr(params, name) for name in params.__struct_fields__ if name != "extra_args"}
     text = ";".join(f"{name}={_stable(value)}" for name, value in sorted(fields.items()))
     return hashlib.sha256(text.encode()).digest()
+
+
+def queueing_digest(request: Any) -> bytes:
+    """SHA-256 of what decides about a request's turn and about who may share its KV blocks."""
+    return hashlib.sha256(msgspec.msgpack.encode([request.priority, request.cache_salt])).digest()
 
 
 def _stable(value: Any) -> str:

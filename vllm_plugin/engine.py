@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from vllm_plugin import facts
-from vllm_plugin.compat import ENGINE_PUMP, EngineCoreRequestType
+from vllm_plugin.compat import ENGINE_PUMP, EngineCoreRequestType, RequestStatus
 from vllm_plugin.errors import MigrationError
 from vllm_plugin.faults import Faults
 from vllm_plugin.link import Link
@@ -91,6 +91,8 @@ class MigrationEngine:
         self.workers = Workers([], self.settings.bind, self.settings.token)
         self.control_port = 0
         self.factors: dict[str, str] = {}
+        #: Fingerprints of the LoRA adapters that the API server serves now, by name.
+        self.adapters: dict[str, str] = {}
         if self.unsupported:
             logger.warning("migration is not available on this instance: %s", ", ".join(self.unsupported))
             return
@@ -127,6 +129,11 @@ class MigrationEngine:
         self.core.input_queue.put_nowait((EngineCoreRequestType.UTILITY, (0, 0, ENGINE_PUMP, ())))
         return future.result(ENGINE_THREAD_S)
 
+    def later(self, call: Callable[[], None]) -> None:
+        """Like `on_engine`, but returns at once: also for use on the engine thread."""
+        self._calls.put((call, Future()))
+        self.core.input_queue.put_nowait((EngineCoreRequestType.UTILITY, (0, 0, ENGINE_PUMP, ())))
+
     def run_next_call(self) -> None:
         call, future = self._calls.get_nowait()
         try:
@@ -143,6 +150,7 @@ class MigrationEngine:
     def refuse_arrival(self, request: Any) -> None:
         """A request with a bad ticket was put into `requests` only; its front end gets an error."""
         self.scheduler.requests.pop(request.request_id, None)
+        request.status = RequestStatus.FINISHED_ABORTED
         self.scheduler.book.forget(request.request_id)
         self.core._send_error_outputs_to_client([request.request_id], request.client_index)
 
@@ -163,7 +171,7 @@ class MigrationEngine:
                 "the proxy worker %s is gone; nobody can be told that stream %s runs here", worker, stream_id
             )
         else:
-            link.send(Producing(stream_id, ticket, tokens))
+            self.faults.say("producing", link, Producing(stream_id, ticket, tokens))
 
     def parked_gone(self, ticket: str) -> None:
         if self.target is not None:
@@ -173,6 +181,11 @@ class MigrationEngine:
         """Running requests go first: what is only parked here stays on its source."""
         if self.target is not None:
             self.target.revoke_parked()
+
+    def tell_front_end(self, front_end: dict[str, Any]) -> None:
+        """The API server reports what only it knows (`vllm_plugin.front_end`), with each question for the status."""
+        self.adapters = dict(front_end["adapters"])
+        self.factors = {**self.factors, **facts.front_end_factors(front_end)}
 
     # -- connections ---------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,8 @@ class Faults(msgspec.Struct):
         drop_generator: a fresh random state is sent instead of the request's.
         drop_output_split: B's model runner takes the output so far for a part of the prompt.
         drop_replay_tail: B's front end is not told the last token of the output so far.
+        drop_logprobs: the logprobs of A's tokens stay behind.
+        drop_lora: B's model runner is not told the request's LoRA adapter.
         hold_round_s, hold_before_freeze_s, hold_before_commit_s: A waits there: after each round, after B's promise of
             a run slot, and between the tail and the commit.
         hold_commit_s: B has a commit and waits before it looks at it.
@@ -41,6 +43,8 @@ class Faults(msgspec.Struct):
     drop_generator: bool = False
     drop_output_split: bool = False
     drop_replay_tail: bool = False
+    drop_logprobs: bool = False
+    drop_lora: bool = False
     hold_round_s: float = 0.0
     hold_before_freeze_s: float = 0.0
     hold_before_commit_s: float = 0.0

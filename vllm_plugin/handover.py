@@ -13,8 +13,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING
 
 from vllm_plugin.book import merge_logprobs
-from vllm_plugin.messages import Commit, CommitItem, Prepare, Refusals
-from vllm_plugin.move import DEADLINES_S, Move
+from vllm_plugin.messages import Commit, CommitItem, CommitPart, Prepare, Refusals
+from vllm_plugin.move import DEADLINES_S, Member, Move
 from vllm_plugin.rounds import copy_full_blocks, freeze, unpin
 from vllm_plugin.scheduler import Snapshot
 from vllm_plugin.wire import Freezing, Resolve
@@ -45,7 +45,7 @@ def hand_over(session: SourceSession, moves: list[Move]) -> None:
     asked = time.monotonic()
     snapshots = freeze(session, moves)
     frozen = time.monotonic()
-    moves = [move for move in moves if move.request_id in snapshots and not move.ended]
+    moves = [move for move in moves if not move.ended]
     try:
         items = _send_tails(session, moves, snapshots)
         tails = time.monotonic()
@@ -83,40 +83,45 @@ def _apply_refusals(session: SourceSession, moves: list[Move], answer: Refusals)
 def _send_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, Snapshot]) -> list[CommitItem]:
     """Sends the blocks B lacks (the partial one above all) and reads the random states; builds what B needs to go
     on."""
-    block_size, faults = session.engine.scheduler.block_size, session.engine.faults
     source: list[int] = []
     target: list[int] = []
     for move in moves:
-        snapshot = snapshots[move.request_id]
-        needed = -(-snapshot.valid_tokens // block_size)
-        if len(move.window) < needed:
-            message = f"The target holds {len(move.window)} blocks and {needed} are needed."
-            session.roll_back(move, "window_too_small", message)
-            continue
-        move.tail_blocks = needed - move.sent_blocks
-        if faults.skip_tail and snapshot.valid_tokens % block_size:
-            needed -= 1
-        source += snapshot.block_ids[move.sent_blocks : needed]
-        target += move.window[move.sent_blocks : needed]
-        move.tail_bytes = (needed - move.sent_blocks) * session.engine.workers.block_bytes
+        tails = [_tail(session, move, member, snapshots[member.request_id]) for _, member in move.live]
+        if not move.ended:
+            source += [block for blocks, _ in tails for block in blocks]
+            target += [block for _, blocks in tails for block in blocks]
     going = [move for move in moves if not move.ended]
+    running = [member.request_id for move in going for _, member in move.live]
     try:
-        states = session.target.push(source, target, [move.request_id for move in going])
+        states = session.target.push(source, target, running)
     except ConnectionError as error:
         for move in going:
             session.roll_back(move, "target_lost", f"The last blocks could not be delivered: {error}.")
         return []
-    if faults.drop_generator:
+    if session.engine.faults.drop_generator:
         states = dict.fromkeys(states, _fresh_generator_state())
     if session.engine.workers.keep_generators:
         for move in going:
-            if snapshots[move.request_id].seeded and move.request_id not in states:
+            if any(snapshots[one.request_id].seeded and one.request_id not in states for _, one in move.live):
                 session.roll_back(
                     move, "generator_missing", "The random state of the seeded request could not be read."
                 )
-    return [
-        _commit_item(move, snapshots[move.request_id], states.get(move.request_id)) for move in going if not move.ended
-    ]
+    return _commit_items(session, [move for move in going if not move.ended], snapshots, states)
+
+
+def _tail(session: SourceSession, move: Move, member: Member, snapshot: Snapshot) -> tuple[list[int], list[int]]:
+    """The blocks of one member that B lacks: (source ids, target ids)."""
+    block_size, faults = session.engine.scheduler.block_size, session.engine.faults
+    needed = -(-snapshot.valid_tokens // block_size)
+    if len(member.window) < needed:
+        message = f"The target holds {len(member.window)} blocks and {needed} are needed."
+        session.roll_back(move, "window_too_small", message)
+        return [], []
+    move.tail_blocks += needed - member.sent_blocks
+    if faults.skip_tail and snapshot.valid_tokens % block_size:
+        needed -= 1
+    move.tail_bytes += (needed - member.sent_blocks) * session.engine.workers.block_bytes
+    return snapshot.block_ids[member.sent_blocks : needed], member.window[member.sent_blocks : needed]
 
 
 def _fresh_generator_state() -> bytes:
@@ -125,15 +130,48 @@ def _fresh_generator_state() -> bytes:
     return bytes(torch.Generator().manual_seed(0).get_state().numpy().tobytes())
 
 
-def _commit_item(move: Move, snapshot: Snapshot, generator: bytes | None) -> CommitItem:
-    return CommitItem(
-        ticket=move.ticket,
+def _commit_items(
+    session: SourceSession, moves: list[Move], snapshots: dict[str, Snapshot], states: dict[str, bytes]
+) -> list[CommitItem]:
+    ended = session.engine.on_engine(lambda: _ended_members(session, moves))
+    items = []
+    for move in moves:
+        parts = [
+            ended.get(member.request_id) or _part(snapshots[member.request_id], states.get(member.request_id))
+            for member in move.members
+        ]
+        items.append(CommitItem(move.ticket, parts))
+    if session.engine.faults.drop_logprobs:
+        for part in (part for item in items for part in item.parts):
+            part.logprobs = None
+    return items
+
+
+def _part(snapshot: Snapshot, generator: bytes | None) -> CommitPart:
+    return CommitPart(
         output_tokens=snapshot.output_tokens,
         computed_tokens=snapshot.valid_tokens,
         generator=generator,
         logprobs=merge_logprobs(list(snapshot.logprobs)),
         prefill=snapshot.prefill,
     )
+
+
+def _ended_members(session: SourceSession, moves: list[Move]) -> dict[str, CommitPart]:
+    """What the clients have of members that have ended already. Engine thread."""
+    records = session.engine.scheduler.book.records
+    parts = {}
+    for member in (member for move in moves for member in move.members if member.ended):
+        record = records[member.request_id]
+        parts[member.request_id] = CommitPart(
+            output_tokens=list(record.request.output_token_ids[member.told_tokens :]),
+            computed_tokens=0,
+            generator=None,
+            logprobs=merge_logprobs(record.logprobs),
+            prefill=record.prefill,
+            ended=(record.request.status.name, record.request.stop_reason),
+        )
+    return parts
 
 
 def _commit(session: SourceSession, moves: list[Move], items: list[CommitItem]) -> None:

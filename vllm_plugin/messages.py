@@ -15,9 +15,11 @@ __all__ = [
     "CloseSession",
     "Commit",
     "CommitItem",
+    "CommitPart",
     "DataMessage",
     "Expect",
     "Expectation",
+    "ExpectedMember",
     "Grow",
     "GrowItem",
     "Grown",
@@ -54,11 +56,14 @@ class Refusal(msgspec.Struct):
 
 
 class OpenSession(msgspec.Struct, tag="open_session"):
+    """`factors`: A's compatibility factors by name (`vllm_plugin.compatibility`)."""
+
     call: int
     job: str
     attempt: int
     source: str
     lease_s: float
+    factors: dict[str, str] = {}
 
 
 class SessionOpened(msgspec.Struct, tag="session_opened"):
@@ -70,13 +75,27 @@ class SessionOpened(msgspec.Struct, tag="session_opened"):
     data_ports: list[int]
 
 
+class ExpectedMember(msgspec.Struct):
+    """One engine request that B's front end makes of the client's body: its prompt and choice number, and what B must
+    find in it. Digests are SHA-256."""
+
+    prompt: int
+    choice: int
+    prompt_digest: bytes
+    sampling_digest: bytes
+    queueing_digest: bytes
+
+
 class Expectation(msgspec.Struct):
-    """What B must find in the request that arrives with the ticket; digests are SHA-256."""
+    """A second leg that is on its way to B. Everywhere below, `part` is a position in `members`.
+
+    `adapter`: name and fingerprint of its LoRA adapter, empty without one. `age_s`: seconds since it arrived on A."""
 
     ticket: str
     stream: str
-    prompt_digest: bytes
-    sampling_digest: bytes
+    members: list[ExpectedMember]
+    adapter: str = ""
+    age_s: float = 0.0
 
 
 class Expect(msgspec.Struct, tag="expect"):
@@ -93,12 +112,15 @@ class Answer(msgspec.Struct, tag="answer"):
 
 class GrowItem(msgspec.Struct):
     """`output_tokens`: those that B has not been told yet. `full_tokens`: tokens in blocks that A will never write
-    again. `capacity_tokens`: for how many tokens B must hold blocks."""
+    again. `capacity_tokens`: for how many tokens B must hold blocks. `sent_tokens`: tokens whose blocks are complete on
+    B; others with the same prefix may share them."""
 
     ticket: str
+    part: int
     output_tokens: list[int]
     full_tokens: int
     capacity_tokens: int
+    sent_tokens: int
 
 
 class Grow(msgspec.Struct, tag="grow"):
@@ -110,6 +132,7 @@ class GrownItem(msgspec.Struct):
     """`hit_tokens`: leading tokens that B already had in its prefix cache; their blocks must not be written."""
 
     ticket: str
+    part: int
     hit_tokens: int
     block_ids: list[int]
 
@@ -147,13 +170,23 @@ class LogprobRows(msgspec.Struct):
     ranks: bytes
 
 
-class CommitItem(msgspec.Struct):
-    ticket: str
+class CommitPart(msgspec.Struct):
+    """Everything B still needs of one member. `output_tokens`: those that B has not been told yet. `ended`: vLLM's
+    status and stop reason if the member has ended on A already; then the rest describes what its client must get."""
+
     output_tokens: list[int]
     computed_tokens: int
     generator: bytes | None
     logprobs: LogprobRows | None
     prefill: dict[str, int] | None
+    ended: tuple[str, int | str | None] | None = None
+
+
+class CommitItem(msgspec.Struct):
+    """`parts`: one per member; all are taken or none."""
+
+    ticket: str
+    parts: list[CommitPart]
 
 
 class Commit(msgspec.Struct, tag="commit"):

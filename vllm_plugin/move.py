@@ -1,4 +1,4 @@
-"""One request on its way from A to B, as A sees it: states, transitions, and what is measured."""
+"""One client's request on its way from A to B, as A sees it: states, transitions, and what is measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["DEADLINES_S", "TRANSITIONS", "Move", "MoveState"]
+__all__ = ["DEADLINES_S", "TRANSITIONS", "Member", "Move", "MoveState"]
 
 MoveState = Literal["attaching", "copying", "frozen", "sent", "committed", "moved", "stayed", "finished"]
 
@@ -31,23 +31,35 @@ DEADLINES_S: dict[MoveState, float] = {"frozen": 1.0, "sent": 10.0, "committed":
 
 
 @dataclass
+class Member:
+    """One engine request of the stream; its position in `Move.members` is its `part` in all messages.
+
+    `epoch`: see `Snapshot`. `window`: B's block ids for it. `sent_blocks`: leading blocks that B has (hit or sent).
+    `told_tokens`: output tokens that B has been told. `ended`: it has ended on A, while others of the stream go on.
+    """
+
+    request_id: str
+    epoch: int
+    ended: bool = False
+    window: list[int] = field(default_factory=list)
+    hit_tokens: int | None = None
+    sent_blocks: int = 0
+    told_tokens: int = 0
+
+
+@dataclass
 class Move:
-    """`window`: B's block ids for this request. `sent_blocks`: leading blocks that B has (hit or sent).
-    `told_tokens`: output tokens that B has been told. `epoch`: see `Snapshot`."""
+    """`request_id`: the first member's. `prompt_tokens`, `kv_blocks`, `tokens` (output): sums over the members."""
 
     request_id: str
     stream: str
     ticket: str
-    epoch: int
+    members: list[Member]
     prompt_tokens: int
     kv_blocks: int
     state: MoveState = "attaching"
     code: str = ""
     message: str = ""
-    window: list[int] = field(default_factory=list)
-    hit_tokens: int | None = None
-    sent_blocks: int = 0
-    told_tokens: int = 0
     tokens: int = 0
     tail_blocks: int = 0
     tail_bytes: int = 0
@@ -69,6 +81,11 @@ class Move:
     @property
     def stream_id(self) -> str:
         return self.stream.partition("/")[2]
+
+    @property
+    def live(self) -> list[tuple[int, Member]]:
+        """Members that still run on A, with their part."""
+        return [(part, member) for part, member in enumerate(self.members) if not member.ended]
 
     @property
     def ended(self) -> bool:

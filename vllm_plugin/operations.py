@@ -19,6 +19,7 @@ from vllm_plugin.faults import Faults
 from vllm_plugin.source import SourceSession
 
 if TYPE_CHECKING:
+    from vllm_plugin.book import StreamRecord
     from vllm_plugin.engine import MigrationEngine
 
 __all__ = ["answer"]
@@ -65,7 +66,9 @@ def _deferred(executor: Executor, function: Any, engine: MigrationEngine, payloa
 # -- on the engine thread ----------------------------------------------------------------------------------------------
 
 
-def _status(engine: MigrationEngine, _payload: Payload) -> Payload:
+def _status(engine: MigrationEngine, payload: Payload) -> Payload:
+    if "front_end" in payload:
+        engine.tell_front_end(payload["front_end"])
     scheduler = engine.core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     book = getattr(scheduler, "book", None)
@@ -85,7 +88,7 @@ def _status(engine: MigrationEngine, _payload: Payload) -> Payload:
         "requests": {
             "running": running,
             "waiting": waiting,
-            "parked": len(book.parked) if book is not None else 0,
+            "parked": len(book.ticket_of) if book is not None else 0,
             "frozen": len(book.frozen) if book is not None else 0,
             "quarantined": len(book.quarantine) if book is not None else 0,
         },
@@ -104,32 +107,41 @@ def _status(engine: MigrationEngine, _payload: Payload) -> Payload:
 
 
 def _requests(engine: MigrationEngine, _payload: Payload) -> Payload:
+    """One row per client's request: what several choices or prompts add up to."""
     scheduler = engine.core.scheduler
     book = getattr(scheduler, "book", None)
-    rows = []
+    rows = {}
     for request in scheduler.requests.values():
-        record = book.records.get(request.request_id) if book is not None else None
-        parked = book is not None and request.request_id in book.ticket_of
-        why = refusal(request, record, record is not None and record.proxy in engine.proxies)
-        if parked:
-            why = ("parked", "The request is parked here; it still runs on its source.")
-        rows.append(
-            {
-                "request_id": request.request_id,
-                "stream_id": record.stream_id if record is not None else None,
-                "proxy": record.proxy if record is not None else None,
-                "status": "PARKED" if parked else request.status.name,
-                "prompt_tokens": request.num_prompt_tokens,
-                "output_tokens": request.num_output_tokens,
-                "computed_tokens": request.num_computed_tokens,
-                "max_tokens": request.max_tokens,
-                "kv_blocks": sum(map(len, scheduler.kv_cache_manager.get_block_ids(request.request_id))),
-                "age_s": round(time.time() - request.arrival_time, 3),
-                "migratable": why is None,
-                "reason": None if why is None else {"code": why[0], "message": why[1]},
-            }
-        )
-    return {"requests": rows}
+        record = book.stream_of.get(request.request_id) if book is not None else None
+        if record is None or record.request_id not in rows:
+            row = _request_row(engine, request, record)
+            rows[row["request_id"]] = row
+    return {"requests": list(rows.values())}
+
+
+def _request_row(engine: MigrationEngine, request: Any, record: StreamRecord | None) -> Payload:
+    scheduler = engine.core.scheduler
+    members = [member.request for member in record.members.values()] if record is not None else [request]
+    parked = record is not None and request.request_id in scheduler.book.ticket_of
+    why = refusal(record, record is not None and record.proxy in engine.proxies, engine.adapters)
+    if parked:
+        why = ("parked", "The request is parked here; it still runs on its source.")
+    blocks = scheduler.kv_cache_manager.get_block_ids
+    return {
+        "request_id": record.request_id if record is not None else request.request_id,
+        "stream_id": record.stream_id if record is not None else None,
+        "proxy": record.proxy if record is not None else None,
+        "status": "PARKED" if parked else request.status.name,
+        "choices": len(members),
+        "prompt_tokens": sum(one.num_prompt_tokens for one in members),
+        "output_tokens": sum(one.num_output_tokens for one in members),
+        "computed_tokens": sum(one.num_computed_tokens for one in members),
+        "max_tokens": request.max_tokens,
+        "kv_blocks": sum(len(group) for one in members if not one.is_finished() for group in blocks(one.request_id)),
+        "age_s": round(time.time() - request.arrival_time, 3),
+        "migratable": why is None,
+        "reason": None if why is None else {"code": why[0], "message": why[1]},
+    }
 
 
 def _lease(engine: MigrationEngine, payload: Payload) -> Payload:
@@ -145,20 +157,20 @@ def _activate(engine: MigrationEngine, payload: Payload) -> Payload:
 
 
 def _convert_to_b(engine: MigrationEngine, payload: Payload) -> Payload:
-    engine.check_attempt(payload["job"], payload["attempt"])
-    left = len(engine.core.scheduler.requests)
-    if left:
-        raise MigrationError(409, "requests_in_flight", f"{left} requests still run here; wait until they have left.")
-    engine.role = "standby"
-    return {"role": engine.role}
+    return _leave(engine, payload, "standby")
 
 
 def _destroy(engine: MigrationEngine, payload: Payload) -> Payload:
+    return _leave(engine, payload, "destroyed")
+
+
+def _leave(engine: MigrationEngine, payload: Payload, role: str) -> Payload:
+    """Raises: MigrationError 409 while anything still runs here."""
     engine.check_attempt(payload["job"], payload["attempt"])
     left = len(engine.core.scheduler.requests)
     if left:
         raise MigrationError(409, "requests_in_flight", f"{left} requests still run here; wait until they have left.")
-    engine.role = "destroyed"
+    engine.role = role
     return {"role": engine.role}
 
 

@@ -1,4 +1,4 @@
-"""B's side of one request, on the engine thread: parked, given blocks round by round, committed as if it had been
+"""B's side of one stream, on the engine thread: parked, given blocks round by round, committed as if it had been
 preempted here.
 
 Resuming a preempted request is a first-class path of vLLM's scheduler (v1/core/sched/scheduler.py,
@@ -11,15 +11,20 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from vllm_plugin.book import ParkedRequest, split_logprobs
+from vllm_plugin.adapters import no_slot
+from vllm_plugin.book import MoveBook, ParkedRequest, ParkedStream, split_logprobs
 from vllm_plugin.compat import (
     EngineCoreOutput,
     EngineCoreOutputs,
     LogprobsLists,
     PrefillStats,
     RequestStatus,
+    committed_waiting,
+    enqueue_resumed,
+    run_slots,
 )
-from vllm_plugin.messages import CommitItem, GrowItem, GrownItem, Refusal
+from vllm_plugin.faults import Faults
+from vllm_plugin.messages import CommitItem, CommitPart, GrowItem, GrownItem, Refusal
 from vllm_plugin.scheduler import MigrationScheduler
 
 __all__ = ["COMMIT_DEADLINE_S", "commit", "grow", "prepare"]
@@ -38,6 +43,9 @@ def grow(scheduler: MigrationScheduler, parked: ParkedRequest, item: GrowItem) -
     if parked.hit_tokens is None:
         slots, hit = _first_slots(scheduler, request, item)
     else:
+        if item.sent_tokens:
+            # Complete, and never written again: others with the same prefix may share these blocks from now on.
+            manager.cache_blocks(request, item.sent_tokens)
         missing = item.capacity_tokens - request.num_computed_tokens
         slots = manager.allocate_slots(request, missing, delay_cache_blocks=True) if missing > 0 else ()
         hit = parked.hit_tokens
@@ -45,11 +53,11 @@ def grow(scheduler: MigrationScheduler, parked: ParkedRequest, item: GrowItem) -
         needed = -(-item.capacity_tokens // scheduler.block_size)
         free = manager.block_pool.get_num_free_blocks()
         message = f"The target has {free} free KV blocks and the request needs {needed}."
-        return Refusal(parked.ticket, "target_out_of_blocks", message)
+        return Refusal(item.ticket, "target_out_of_blocks", message)
     parked.hit_tokens = hit
     parked.full_tokens = request.num_computed_tokens = item.full_tokens
     scheduler.pin(request.request_id)
-    return GrownItem(parked.ticket, hit, list(manager.get_block_ids(request.request_id)[0]))
+    return GrownItem(item.ticket, item.part, hit, list(manager.get_block_ids(request.request_id)[0]))
 
 
 def _first_slots(scheduler: MigrationScheduler, request: Any, item: GrowItem) -> tuple[Any, int]:
@@ -62,60 +70,81 @@ def _first_slots(scheduler: MigrationScheduler, request: Any, item: GrowItem) ->
         num_new_computed_tokens=hit,
         new_computed_blocks=manager.truncate_computed_blocks(blocks, hit) if hit else None,
         num_external_computed_tokens=item.full_tokens - hit,
-        # Hashes are published only at commit: nobody may share a block that is still being written.
+        # Hashes are published later: nobody may share a block that is still being written.
         delay_cache_blocks=True,
         reserved_blocks=scheduler._inflight_prefill_reserved_blocks(),
     )
     return slots, hit
 
 
-def prepare(scheduler: MigrationScheduler, parked: ParkedRequest) -> Refusal | None:
-    """Promises a run slot for the commit that follows within the deadline."""
-    structured = parked.request.structured_output_request
-    if structured is not None and (not structured.is_grammar_ready or isinstance(structured.grammar, Exception)):
-        return Refusal(parked.ticket, "grammar_not_ready", "The target has not compiled the request's grammar yet.")
+def prepare(scheduler: MigrationScheduler, stream: ParkedStream) -> Refusal | None:
+    """Promises run slots for the commit that follows within the deadline."""
+    for parked in stream.arrived():
+        structured = parked.request.structured_output_request
+        if structured is not None and (not structured.is_grammar_ready or isinstance(structured.grammar, Exception)):
+            message = "The target has not compiled the request's grammar yet."
+            return Refusal(stream.ticket, "grammar_not_ready", message)
+        if (full := no_slot(scheduler, parked.request)) is not None:
+            return Refusal(stream.ticket, "target_out_of_adapter_slots", full)
     now = time.monotonic()
-    promised = sum(1 for other in scheduler.book.parked.values() if (other.prepared_until or 0.0) > now)
-    if len(scheduler.running) + len(scheduler.kv_holding_waiting) + promised >= scheduler.max_num_active_reqs:
-        message = f"All {scheduler.max_num_active_reqs} run slots of the target (max_num_seqs) are taken."
-        return Refusal(parked.ticket, "target_out_of_run_slots", message)
-    parked.prepared_until = now + COMMIT_DEADLINE_S
+    stream.prepared_until = 0.0
+    taken = len(scheduler.running) + committed_waiting(scheduler) + scheduler.book.promised(now)
+    if taken + len(stream.members) > run_slots(scheduler):
+        message = f"All {run_slots(scheduler)} run slots of the target (max_num_seqs) are taken."
+        return Refusal(stream.ticket, "target_out_of_run_slots", message)
+    stream.prepared_until = now + COMMIT_DEADLINE_S
     return None
 
 
-def commit(core: Any, items: list[CommitItem], replay_grammar: bool = True) -> list[Refusal]:
-    """Turns parked requests into resumed ones; what cannot be taken is refused and stays parked."""
+def commit(core: Any, items: list[CommitItem], faults: Faults) -> list[Refusal]:
+    """Turns parked requests into resumed ones; a stream that cannot be taken as a whole is refused and stays parked."""
     scheduler: MigrationScheduler = core.scheduler
     refused: list[Refusal] = []
-    accepted: list[tuple[ParkedRequest, CommitItem]] = []
+    accepted: list[tuple[ParkedStream, CommitItem]] = []
     for item in items:
-        parked = scheduler.book.parked.get(item.ticket)
-        refusal = _commit_refusal(scheduler, parked, item)
-        if refusal is None and parked is not None:
-            parked.request.append_output_token_ids(item.output_tokens)
-            if replay_grammar and not _replay_grammar(scheduler, parked.request):
-                refusal = Refusal(item.ticket, "grammar_rejected", "The target's grammar rejects the tokens so far.")
-            else:
-                accepted.append((parked, item))
+        stream = scheduler.book.parked.get(item.ticket)
+        refusal = _commit_refusal(scheduler, stream, item) or _take_tokens(scheduler, stream, item, faults)
         if refusal is not None:
             refused.append(refusal)
-    if accepted:
-        core.collective_rpc("vllm_hi_install", args=([_install(scheduler, *pair) for pair in accepted],))
-    for parked, item in accepted:
-        _resume(core, parked, item)
+        elif stream is not None:
+            accepted.append((stream, item))
+    installs = [
+        _install(scheduler, parked, part, faults)
+        for stream, item in accepted
+        for parked, part in zip(stream.arrived(), item.parts, strict=True)
+        if part.ended is None
+    ]
+    if installs:
+        core.collective_rpc("vllm_hi_install", args=(installs,))
+    for stream, item in accepted:
+        _resume(core, stream, item, faults)
     return refused
 
 
-def _commit_refusal(scheduler: MigrationScheduler, parked: ParkedRequest | None, item: CommitItem) -> Refusal | None:
-    if parked is None:
+def _commit_refusal(scheduler: MigrationScheduler, stream: ParkedStream | None, item: CommitItem) -> Refusal | None:
+    if stream is None or not stream.complete:
         return Refusal(item.ticket, "unknown_ticket", "No request is parked under this ticket.")
-    if (parked.prepared_until or 0.0) < time.monotonic():
+    if stream.prepared_until < time.monotonic():
         return Refusal(item.ticket, "commit_too_late", "The commit came after the target's deadline.")
-    tokens = parked.request.num_tokens + len(item.output_tokens)
-    held = len(scheduler.kv_cache_manager.get_block_ids(parked.request.request_id)[0]) * scheduler.block_size
-    if item.computed_tokens != tokens - 1 or item.computed_tokens > held:
-        message = f"{item.computed_tokens} computed tokens do not fit {tokens} known tokens in blocks for {held}."
+    if len(item.parts) != len(stream.members):
+        message = f"The commit has {len(item.parts)} parts, and {len(stream.members)} requests are parked."
         return Refusal(item.ticket, "state_mismatch", message)
+    for parked, part in zip(stream.arrived(), item.parts, strict=True):
+        tokens = parked.request.num_tokens + len(part.output_tokens)
+        held = len(scheduler.kv_cache_manager.get_block_ids(parked.request.request_id)[0]) * scheduler.block_size
+        if part.ended is None and (part.computed_tokens != tokens - 1 or part.computed_tokens > held):
+            message = f"{part.computed_tokens} computed tokens do not fit {tokens} known tokens in blocks for {held}."
+            return Refusal(item.ticket, "state_mismatch", message)
+    return None
+
+
+def _take_tokens(
+    scheduler: MigrationScheduler, stream: ParkedStream | None, item: CommitItem, faults: Faults
+) -> Refusal | None:
+    for parked, part in zip(stream.arrived() if stream is not None else (), item.parts, strict=True):
+        parked.request.append_output_token_ids(part.output_tokens)
+        if part.ended is None and not faults.skip_grammar and not _replay_grammar(scheduler, parked.request):
+            return Refusal(item.ticket, "grammar_rejected", "The target's grammar rejects the tokens so far.")
     return None
 
 
@@ -125,45 +154,68 @@ def _replay_grammar(scheduler: MigrationScheduler, request: Any) -> bool:
     return accepted
 
 
-def _install(scheduler: MigrationScheduler, parked: ParkedRequest, item: CommitItem) -> dict[str, Any]:
+def _install(scheduler: MigrationScheduler, parked: ParkedRequest, part: CommitPart, faults: Faults) -> dict[str, Any]:
     request = parked.request
+    prompt, output = list(request.prompt_token_ids), list(request.output_token_ids)
+    if faults.drop_output_split:
+        prompt, output = prompt + output, []
     return {
         "request_id": request.request_id,
-        "prompt_token_ids": list(request.prompt_token_ids),
-        "output_token_ids": list(request.output_token_ids),
+        "prompt_token_ids": prompt,
+        "output_token_ids": output,
         "sampling_params": request.sampling_params,
-        "generator": item.generator,
+        "generator": part.generator,
         "block_ids": [list(group) for group in scheduler.kv_cache_manager.get_block_ids(request.request_id)],
-        "computed_tokens": item.computed_tokens,
+        "computed_tokens": part.computed_tokens,
+        "lora_request": None if faults.drop_lora else request.lora_request,
     }
 
 
-def _resume(core: Any, parked: ParkedRequest, item: CommitItem) -> None:
+def _resume(core: Any, stream: ParkedStream, item: CommitItem, faults: Faults) -> None:
     scheduler: MigrationScheduler = core.scheduler
-    book, request = scheduler.book, parked.request
-    logprobs = split_logprobs(item.logprobs, LogprobsLists) if item.logprobs is not None else None
-    record = book.records.get(request.request_id)
-    stream = record.stream if record is not None else ""
-    if record is not None:
-        # The history travels on: the request may move again.
-        record.logprobs = [logprobs] if logprobs is not None else []
-        record.prefill = item.prefill
-    request.num_computed_tokens = item.computed_tokens
+    book = scheduler.book
+    del book.parked[stream.ticket]
+    members = list(zip(stream.arrived(), item.parts, strict=True))
+    tokens = sum(parked.request.num_output_tokens for parked, _ in members)
+    replays: list[Any] = []
+    for parked, part in members:
+        request = parked.request
+        book.ticket_of.pop(request.request_id, None)
+        replays.append(_replay(book, request, part, faults))
+        if part.ended is None:
+            _enqueue(scheduler, request, part)
+            book.watched[request.request_id] = (stream.ticket, stream.expectation.stream, tokens)
+        else:
+            request.stop_reason = part.ended[1]
+            scheduler.finish_requests([request.request_id], RequestStatus[part.ended[0]])
+        scheduler.unpin(request.request_id)
+    client = members[0][0].request.client_index
+    core.output_queue.put_nowait((client, EngineCoreOutputs(outputs=replays)))
+
+
+def _enqueue(scheduler: MigrationScheduler, request: Any, part: CommitPart) -> None:
+    request.num_computed_tokens = part.computed_tokens
     request.prefill_stats = None
     request.num_preemptions = 1
     request.status = RequestStatus.PREEMPTED
-    scheduler.kv_cache_manager.cache_blocks(request, item.computed_tokens)
-    del book.parked[parked.ticket]
-    book.ticket_of.pop(request.request_id, None)
-    scheduler.unpin(request.request_id)
-    book.watched[request.request_id] = (parked.ticket, stream, request.num_output_tokens)
-    scheduler._enqueue_waiting_request(request)
-    # One output with everything generated so far: B's front end detokenizes, matches stop strings and counts as if
-    # it had been there from the start.
-    replay = EngineCoreOutput(
+    scheduler.kv_cache_manager.cache_blocks(request, part.computed_tokens)
+    enqueue_resumed(scheduler, request)
+
+
+def _replay(book: MoveBook, request: Any, part: CommitPart, faults: Faults) -> Any:
+    """One output with everything generated so far: B's front end detokenizes, matches stop strings and counts as if
+    it had been there from the start. The history travels on: the request may move again."""
+    logprobs = split_logprobs(part.logprobs, LogprobsLists) if part.logprobs is not None else None
+    record = book.records.get(request.request_id)
+    if record is not None:
+        record.logprobs = [logprobs] if logprobs is not None else []
+        record.prefill = part.prefill
+    tokens = list(request.output_token_ids)
+    return EngineCoreOutput(
         request_id=request.request_id,
-        new_token_ids=list(request.output_token_ids),
+        new_token_ids=tokens[:-1] if faults.drop_replay_tail else tokens,
         new_logprobs=logprobs,
-        prefill_stats=PrefillStats(**item.prefill) if item.prefill is not None else None,
+        finish_reason=RequestStatus.get_finished_reason(RequestStatus[part.ended[0]]) if part.ended else None,
+        stop_reason=part.ended[1] if part.ended else None,
+        prefill_stats=PrefillStats(**part.prefill) if part.prefill is not None else None,
     )
-    core.output_queue.put_nowait((request.client_index, EngineCoreOutputs(outputs=[replay])))

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm_plugin.messages import Grow, GrowItem, Grown
-from vllm_plugin.move import Move
+from vllm_plugin.move import Member, Move
 from vllm_plugin.scheduler import Snapshot
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def run_round(session: SourceSession, number: int) -> dict[str, Any]:
     """Sends every full block that B does not have yet; the answer is that of docs/protocol.md, section 4."""
     started = time.monotonic()
     moves = [move for move in session.moves.values() if move.state == "copying"]
-    first = [move for move in moves if move.hit_tokens is None]
+    first = [member for move in moves for member in move.members if member.hit_tokens is None]
     moves, sent = copy_full_blocks(session, moves)
     time.sleep(session.engine.faults.hold_round_s)
     ended = session.take_ended()
@@ -32,7 +32,7 @@ def run_round(session: SourceSession, number: int) -> dict[str, Any]:
         "round": number,
         "blocks": sent,
         "bytes": sent * session.engine.workers.block_bytes,
-        "hit_blocks": sum((move.hit_tokens or 0) // block_size for move in first),
+        "hit_blocks": sum((member.hit_tokens or 0) // block_size for member in first),
         "dirty_blocks": dirty,
         "duration_s": time.monotonic() - started,
         "attached": len(moves),
@@ -47,11 +47,13 @@ def run_round(session: SourceSession, number: int) -> dict[str, Any]:
 
 def _ready_blocks(session: SourceSession, move: Move) -> int:
     """Full blocks that B does not have, at this moment."""
-    snapshot = session.engine.scheduler.snapshot(move.request_id, 0)
-    if snapshot is None:
-        return 0
     block_size: int = session.engine.scheduler.block_size
-    return max(0, snapshot.valid_tokens // block_size - move.sent_blocks)
+    ready = 0
+    for _, member in move.live:
+        snapshot = session.engine.scheduler.snapshot(member.request_id, 0)
+        if snapshot is not None:
+            ready += max(0, snapshot.valid_tokens // block_size - member.sent_blocks)
+    return ready
 
 
 def copy_full_blocks(session: SourceSession, moves: list[Move]) -> tuple[list[Move], int]:
@@ -60,59 +62,98 @@ def copy_full_blocks(session: SourceSession, moves: list[Move]) -> tuple[list[Mo
     Returns the moves that are still on their way, and the number of blocks sent.
     """
     snapshots = look(session, moves, freezing=False)
-    moves = [move for move in moves if move.request_id in snapshots]
-    block_size = session.engine.scheduler.block_size
-    source: list[int] = []
-    target: list[int] = []
+    moves = [move for move in moves if not move.ended]
+    sent = 0
     try:
-        moves = _grow(session, moves, snapshots)
-        for move in moves:
-            full = snapshots[move.request_id].valid_tokens // block_size
-            source += snapshots[move.request_id].block_ids[move.sent_blocks : full]
-            target += move.window[move.sent_blocks : full]
-        session.target.push(source, target, [])
+        for parts in _passes(moves, snapshots):
+            sent += _copy(session, parts, snapshots)
     except ConnectionError as error:
         for move in moves:
             session.roll_back(move, "target_lost", f"KV blocks could not be copied: {error}.")
         return [], 0
     finally:
         unpin(session, snapshots)
+    return [move for move in moves if not move.ended], sent
+
+
+#: A member that still runs on A: its stream, its part in it, itself.
+Part = tuple[Move, int, Member]
+
+
+def _passes(moves: list[Move], snapshots: dict[str, Snapshot]) -> list[list[Part]]:
+    """All members, those last that share their first block with one that B has not got yet: by the time of the second
+    pass it has, so a shared prefix crosses the wire once."""
+    first: list[Part] = []
+    second: list[Part] = []
+    leaders: set[int] = set()
     for move in moves:
-        move.sent_blocks = max(move.sent_blocks, snapshots[move.request_id].valid_tokens // block_size)
-    return [move for move in moves if not move.ended], len(source)
+        for part, member in move.live:
+            blocks = snapshots[member.request_id].block_ids
+            if member.hit_tokens is None and blocks and blocks[0] in leaders:
+                second.append((move, part, member))
+            else:
+                first.append((move, part, member))
+                leaders |= set(blocks[:1])
+    if not second:
+        return [first]
+    leading = {snapshots[member.request_id].block_ids[0] for _, _, member in second}
+    again = [one for one in first if snapshots[one[2].request_id].block_ids[:1][0] in leading]
+    return [first, again + second]
+
+
+def _copy(session: SourceSession, parts: list[Part], snapshots: dict[str, Snapshot]) -> int:
+    """Raises: ConnectionError. Returns the number of blocks sent."""
+    block_size = session.engine.scheduler.block_size
+    source: list[int] = []
+    target: list[int] = []
+    parts = _grow(session, parts, snapshots)
+    for _, _, member in parts:
+        snapshot = snapshots[member.request_id]
+        full = snapshot.valid_tokens // block_size
+        source += snapshot.block_ids[member.sent_blocks : full]
+        target += member.window[member.sent_blocks : full]
+    session.target.push(source, target, [])
+    for _, _, member in parts:
+        member.sent_blocks = max(member.sent_blocks, snapshots[member.request_id].valid_tokens // block_size)
+    return len(source)
 
 
 def look(session: SourceSession, moves: list[Move], freezing: bool) -> dict[str, Snapshot]:
-    """Snapshots and pins the requests of `moves` in one go; those that ended or lost their blocks are settled."""
+    """Snapshots and pins what still runs of `moves` in one go; streams that ended or lost blocks are settled, and not
+    in the answer (by request id)."""
     scheduler = session.engine.scheduler
 
     def on_engine() -> dict[str, Snapshot | None]:
         found = {}
         for move in moves:
-            # Asked here, on the engine thread: a rollback unfreezes after it has left the state.
-            if freezing and move.state == "frozen":
-                scheduler.freeze(move.request_id)
-            snapshot = scheduler.snapshot(move.request_id, move.told_tokens)
-            if snapshot is not None:
-                scheduler.pin(move.request_id)
-            found[move.request_id] = snapshot
+            if (record := scheduler.book.stream_of.get(move.request_id)) is not None:
+                move.tokens = sum(one.request.num_output_tokens for one in record.members.values())
+            for _, member in move.live:
+                # Asked here, on the engine thread: a rollback unfreezes after it has left the state.
+                if freezing and move.state == "frozen":
+                    scheduler.freeze(member.request_id)
+                snapshot = scheduler.snapshot(member.request_id, member.told_tokens)
+                if snapshot is not None:
+                    scheduler.pin(member.request_id)
+                found[member.request_id] = snapshot
         return found
 
     looked = session.engine.on_engine(on_engine) if moves else {}
     alive: dict[str, Snapshot] = {}
     settled: dict[str, Snapshot] = {}
     for move in moves:
-        snapshot = looked[move.request_id]
-        if snapshot is None:
+        present = {}
+        for _, member in move.live:
+            snapshot = looked[member.request_id]
+            if snapshot is None:
+                member.ended = True
+            else:
+                present[member.request_id] = snapshot
+                if snapshot.epoch != member.epoch or snapshot.status != "RUNNING":
+                    session.roll_back(move, "preempted", "The source preempted the request, so its blocks are gone.")
+        if not present:
             session.roll_back(move, "finished", "The request ended by itself.", outcome="finished")
-            continue
-        if snapshot.epoch != move.epoch or snapshot.status != "RUNNING":
-            session.roll_back(move, "preempted", "The source preempted the request, so its blocks are gone.")
-        if move.ended:
-            settled[move.request_id] = snapshot
-        else:
-            alive[move.request_id] = snapshot
-            move.tokens = snapshot.num_output_tokens
+        (settled if move.ended else alive).update(present)
     unpin(session, settled)
     return alive
 
@@ -142,32 +183,35 @@ def freeze(session: SourceSession, moves: list[Move]) -> dict[str, Snapshot]:
         unpin(session, snapshots)
         snapshots = look(session, [move for move in moves if not move.ended], freezing=True)
     for move in moves:
-        if move.request_id in snapshots and not snapshots[move.request_id].drained:
+        if not all(snapshots[member.request_id].drained for _, member in move.live if member.request_id in snapshots):
             session.roll_back(move, "not_drained", "The step in flight did not end in time.")
     return snapshots
 
 
-def _grow(session: SourceSession, moves: list[Move], snapshots: dict[str, Snapshot]) -> list[Move]:
-    """Raises: ConnectionError. Requests that B has no room for stay."""
+def _grow(session: SourceSession, parts: list[Part], snapshots: dict[str, Snapshot]) -> list[Part]:
+    """Raises: ConnectionError. Streams that B has no room for stay."""
     block_size = session.engine.scheduler.block_size
+    parts = [(move, part, member) for move, part, member in parts if not move.ended]
     items = []
-    for move in moves:
-        snapshot = snapshots[move.request_id]
+    for move, part, member in parts:
+        snapshot = snapshots[member.request_id]
+        tokens = snapshot.output_tokens[member.told_tokens - snapshot.since :]
         full = snapshot.valid_tokens // block_size * block_size
-        items.append(GrowItem(move.ticket, snapshot.output_tokens, full, snapshot.valid_tokens + block_size))
+        sent = member.sent_blocks * block_size
+        items.append(GrowItem(move.ticket, part, tokens, full, snapshot.valid_tokens + block_size, sent))
     if not items:
         return []
     grown = session.target.ask(lambda call: Grow(call, items))
     if not isinstance(grown, Grown):
         raise ConnectionError("the target answered with an unexpected message")
-    by_ticket = {move.ticket: move for move in moves}
+    by_ticket = {move.ticket: move for move, _, _ in parts}
     for item in grown.items:
-        move = by_ticket[item.ticket]
-        if move.hit_tokens is None:
-            move.hit_tokens = item.hit_tokens
-            move.sent_blocks = item.hit_tokens // block_size
-        move.window = item.block_ids
-        move.told_tokens = snapshots[move.request_id].num_output_tokens
+        member = by_ticket[item.ticket].members[item.part]
+        if member.hit_tokens is None:
+            member.hit_tokens = item.hit_tokens
+            member.sent_blocks = item.hit_tokens // block_size
+        member.window = item.block_ids
+        member.told_tokens = snapshots[member.request_id].num_output_tokens
     for no in grown.refused:
         session.roll_back(by_ticket[no.ticket], no.code, no.message)
-    return [move for move in moves if not move.ended]
+    return [(move, part, member) for move, part, member in parts if not move.ended]

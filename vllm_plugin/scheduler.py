@@ -12,13 +12,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_plugin.book import MoveBook, SchedulerListener, own_columns
-from vllm_plugin.compat import AsyncScheduler, Scheduler
+from vllm_plugin.compat import AsyncScheduler, Scheduler, nothing_waits, promised_run_slots
 
-__all__ = ["STREAM_ARGUMENT", "TICKET_ARGUMENT", "MigrationAsyncScheduler", "MigrationScheduler", "Snapshot"]
+__all__ = [
+    "CHOICES_ARGUMENT",
+    "STREAM_ARGUMENT",
+    "TICKET_ARGUMENT",
+    "MigrationAsyncScheduler",
+    "MigrationScheduler",
+    "Snapshot",
+]
 
 #: Keys in `vllm_xargs` (docs/protocol.md, section 1).
 STREAM_ARGUMENT = "vllm_hi_stream"
 TICKET_ARGUMENT = "vllm_hi_ticket"
+CHOICES_ARGUMENT = "vllm_hi_choices"
 
 #: A step number that the scheduler never reaches: a request with it is skipped (v1/core/sched/scheduler.py,
 #: `schedule`).
@@ -28,7 +36,7 @@ NEVER = 1 << 60
 @dataclass(frozen=True)
 class Snapshot:
     """One request between two steps. `valid_tokens`: tokens whose KV is written for certain; `output_tokens`:
-    those from the asked index on; `epoch` changes when the request loses its blocks; `logprobs`, `prefill`: see
+    those from the asked index `since` on; `epoch` changes when the request loses its blocks; `logprobs`, `prefill`: see
     `StreamRecord`."""
 
     request_id: str
@@ -37,6 +45,7 @@ class Snapshot:
     valid_tokens: int
     prompt_tokens: int
     num_output_tokens: int
+    since: int
     output_tokens: list[int]
     block_ids: list[int]
     epoch: int
@@ -69,7 +78,7 @@ class MigrationScheduler(Scheduler):
         arguments = (request.sampling_params.extra_args or {}) if request.sampling_params is not None else {}
         stream, ticket = arguments.get(STREAM_ARGUMENT), arguments.get(TICKET_ARGUMENT)
         if stream is not None:
-            self.book.record(request.request_id, str(stream))
+            self.book.record(request, str(stream), str(ticket or ""), int(arguments.get(CHOICES_ARGUMENT, 1)))
         if ticket is None or self.migration_listener is None:
             super().add_request(request)
             return
@@ -85,8 +94,7 @@ class MigrationScheduler(Scheduler):
         if (
             frozen
             and not self.finished_req_ids
-            and not self.waiting
-            and not self.kv_holding_waiting
+            and nothing_waits(self)
             and all(request.request_id in frozen for request in self.running)
         ):
             return False
@@ -98,13 +106,9 @@ class MigrationScheduler(Scheduler):
             free = self.kv_cache_manager.block_pool.get_num_free_blocks()
             if free < len(self.running):
                 self.migration_listener.memory_pressure()
-        now = time.monotonic()
-        promised = sum(1 for parked in self.book.parked.values() if (parked.prepared_until or 0.0) > now)
-        self.max_num_active_reqs -= promised
-        try:
+        promised = self.book.promised(time.monotonic())
+        with promised_run_slots(self, promised):
             return super().schedule(*args, **kwargs)
-        finally:
-            self.max_num_active_reqs += promised
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         results = super().update_from_output(scheduler_output, model_runner_output)
@@ -119,17 +123,20 @@ class MigrationScheduler(Scheduler):
         record = self.book.records.get(output.request_id)
         if record is None:
             return
-        request = self.requests.get(output.request_id)
-        if output.new_logprobs is not None and output.new_token_ids and request is not None:
-            record.logprobs.append(own_columns(output.new_logprobs, request.sampling_params.num_logprobs))
+        if output.new_logprobs is not None and output.new_token_ids:
+            record.logprobs.append(own_columns(output.new_logprobs, record.request.sampling_params.num_logprobs))
         if output.prefill_stats is not None:
             record.prefill = dict(vars(output.prefill_stats))
         if output.new_token_ids or output.finish_reason is not None:
             self._announce_producing(output.request_id)
 
     def _announce_producing(self, request_id: str) -> None:
+        """The first step of any member speaks for its stream: the tokens of all have been replayed."""
         watched = self.book.watched.pop(request_id, None)
-        if watched is not None and self.migration_listener is not None:
+        if watched is None:
+            return
+        self.book.watched = {other: entry for other, entry in self.book.watched.items() if entry[0] != watched[0]}
+        if self.migration_listener is not None:
             self.migration_listener.producing(*watched)
 
     # -- departures ----------------------------------------------------------------------------------------------------
@@ -140,8 +147,6 @@ class MigrationScheduler(Scheduler):
         # A front end that finds a stop string in the replayed text ends the request before its first step here.
         self._announce_producing(request_id)
         ticket = book.ticket_of.pop(request_id, None)
-        if ticket is not None:
-            book.parked.pop(ticket, None)
         result = super()._free_request(request, *args, **kwargs)
         if ticket is not None and self.migration_listener is not None:
             self.migration_listener.parked_gone(ticket)
@@ -209,6 +214,7 @@ class MigrationScheduler(Scheduler):
             valid_tokens=request.num_computed_tokens - request.num_in_flight_tokens,
             prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=request.num_output_tokens,
+            since=since,
             output_tokens=list(request.output_token_ids[since:]),
             block_ids=list(self.kv_cache_manager.get_block_ids(request_id)[0]),
             epoch=request.num_preemptions,

@@ -55,7 +55,7 @@ class SourceSession:
         self.target = TargetConnection(
             engine,
             peer,
-            lambda call: OpenSession(call, job, attempt, engine.name, lease_s),
+            lambda call: OpenSession(call, job, attempt, engine.name, lease_s, engine.factors),
             self._on_parked,
             self._on_target_lost,
         )
@@ -157,17 +157,22 @@ class SourceSession:
         if move.advance("moved"):
             if move.committed_at is not None:
                 move.stages["switch"] = (time.monotonic() - move.committed_at) * 1e3
-            self.engine.on_engine(lambda: self.engine.end_requests([move.request_id], RequestStatus.FINISHED_ABORTED))
+            running = [member.request_id for _, member in move.live]
+            self.engine.on_engine(lambda: self.engine.end_requests(running, RequestStatus.FINISHED_ABORTED))
 
     def roll_back(self, move: Move, code: str, message: str, outcome: MoveState = "stayed") -> None:
         """Leaves the request on A: unfreezes it, lets B drop it, and has the proxy close the second leg."""
         if not move.advance(outcome, code, message):
             return
-        self.engine.on_engine(lambda: self.engine.scheduler.unfreeze(move.request_id))
+        self.engine.on_engine(lambda: self._unfreeze(move))
         link = self.engine.proxies.get(move.proxy)
         if link is not None:
             link.send(CloseLeg(move.stream_id, move.ticket, message))
         self.target.release([move.ticket], message)
+
+    def _unfreeze(self, move: Move) -> None:
+        for member in move.members:
+            self.engine.scheduler.unfreeze(member.request_id)
 
     def check_deadlines(self, now: float) -> None:
         """Called every few milliseconds by the engine's watch thread."""

@@ -12,10 +12,12 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from vllm_plugin import compatibility
 from vllm_plugin import parked as parked_requests
-from vllm_plugin.book import ParkedRequest
+from vllm_plugin.adapters import target_refusal
+from vllm_plugin.book import ParkedRequest, ParkedStream, StreamRecord
 from vllm_plugin.compat import EngineCoreEventType, RequestStatus
-from vllm_plugin.eligibility import prompt_digest, sampling_digest
+from vllm_plugin.eligibility import prompt_digest, queueing_digest, sampling_digest
 from vllm_plugin.link import Link
 from vllm_plugin.messages import (
     Answer,
@@ -23,7 +25,9 @@ from vllm_plugin.messages import (
     Commit,
     Expect,
     Expectation,
+    ExpectedMember,
     Grow,
+    GrowItem,
     Grown,
     GrownItem,
     OpenSession,
@@ -43,6 +47,8 @@ __all__ = ["TargetSession"]
 
 logger = logging.getLogger("vllm.vllm_hi.target")
 
+_UNKNOWN = ("unknown_ticket", "The ticket is not known here, was used already, or has run out.")
+
 
 class TargetSession:
     """One source's session on B. Its messages are handled one after the other on the peer link's reader thread."""
@@ -60,7 +66,7 @@ class TargetSession:
         self.expires_at = time.monotonic() + lease_s
         self.moved_in = 0
         self._closed = threading.Lock()
-        self._pinned: dict[str, str] = {}
+        self._pinned: dict[str, set[str]] = {}
 
     # -- messages of A -------------------------------------------------------------------------------------------------
 
@@ -70,11 +76,14 @@ class TargetSession:
             self.engine.on_engine(lambda: self._expect(message.expectations))
             self.link.send(Answer(message.call, True))
         elif isinstance(message, Grow):
-            self.link.send(self.engine.on_engine(lambda: self._grow(message)))
+            self.engine.faults.say("grown", self.link, self.engine.on_engine(lambda: self._grow(message)))
         elif isinstance(message, Prepare):
-            self.link.send(Refusals(message.call, self.engine.on_engine(lambda: self._prepare(message.tickets))))
+            refused = self.engine.on_engine(lambda: self._prepare(message.tickets))
+            self.engine.faults.say("prepared", self.link, Refusals(message.call, refused))
         elif isinstance(message, Commit):
-            self.link.send(Refusals(message.call, self.engine.on_engine(lambda: self._commit(message))))
+            time.sleep(self.engine.faults.hold_commit_s)
+            refused = self.engine.on_engine(lambda: self._commit(message))
+            self.engine.faults.say("committed", self.link, Refusals(message.call, refused))
         elif isinstance(message, Release):
             self.engine.on_engine(lambda: self._release(message.tickets, message.reason))
         elif isinstance(message, Renew):
@@ -98,53 +107,68 @@ class TargetSession:
             self.engine.scheduler.book.expected[expectation.ticket] = expectation
 
     def arrived(self, ticket: str, request: Any) -> None:
-        """The request of a second leg has reached the scheduler: park it, or refuse it with a reason."""
-        scheduler = self.engine.scheduler
-        expectation: Expectation | None = scheduler.book.expected.pop(ticket, None)
-        refusal = _arrival_refusal(expectation, request, scheduler.book.records.get(request.request_id))
-        if refusal is not None:
+        """A request of a second leg has reached the scheduler: park it, or refuse it with a reason. A is told once all
+        members of the leg are here."""
+        book = self.engine.scheduler.book
+        expectation = book.expected.pop(ticket, None)
+        if expectation is not None:
+            book.parked[ticket] = ParkedStream(expectation, [None] * len(expectation.members))
+        stream, leg = book.parked.get(ticket), book.stream_of.get(request.request_id)
+        part, why = _part_of(stream, request, leg)
+        if stream is not None and why is None:
+            why = target_refusal(stream.expectation.adapter, request, self.engine.adapters)
+        if stream is None or why is not None:
+            code, message = why or _UNKNOWN
             self.engine.refuse_arrival(request)
-            self.link.send(Parked(ticket, False, *refusal))
+            if stream is not None and not stream.complete:
+                self.drop(ticket, message)
+            if stream is None or not stream.complete:
+                self.link.send(Parked(ticket, False, code, message))
             return
-        scheduler.book.parked[ticket] = ParkedRequest(ticket, request)
-        scheduler.book.ticket_of[request.request_id] = ticket
-        if scheduler.log_stats:
+        # Among requests of one priority the older goes first, and what has moved is as old as it was.
+        request.arrival_time -= stream.expectation.age_s
+        stream.members[part] = ParkedRequest(request)
+        book.ticket_of[request.request_id] = ticket
+        if self.engine.scheduler.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
-        self.link.send(Parked(ticket, True))
+        if stream.complete:
+            self.engine.faults.say("parked", self.link, Parked(ticket, True))
 
     def _grow(self, message: Grow) -> Grown:
         items: list[GrownItem] = []
-        refused: list[Refusal] = []
+        refused: dict[str, Refusal] = {}
         for item in message.items:
-            parked = self.engine.scheduler.book.parked.get(item.ticket)
-            result: GrownItem | Refusal
-            if parked is None:
-                result = Refusal(item.ticket, "unknown_ticket", "No request is parked under this ticket.")
-            else:
-                result = parked_requests.grow(self.engine.scheduler, parked, item)
+            result = self._grow_one(item)
             if isinstance(result, Refusal):
-                refused.append(result)
+                refused.setdefault(item.ticket, result)
             else:
                 items.append(result)
-                if parked is not None:
-                    self._pinned[item.ticket] = parked.request.request_id
-        return Grown(message.call, items, refused)
+        return Grown(message.call, [item for item in items if item.ticket not in refused], list(refused.values()))
+
+    def _grow_one(self, item: GrowItem) -> GrownItem | Refusal:
+        stream = self.engine.scheduler.book.parked.get(item.ticket)
+        parked = stream.member(item.part) if stream is not None else None
+        if parked is None:
+            return Refusal(item.ticket, *_UNKNOWN)
+        result = parked_requests.grow(self.engine.scheduler, parked, item)
+        if isinstance(result, GrownItem):
+            self._pinned.setdefault(item.ticket, set()).add(parked.request.request_id)
+        return result
 
     def _prepare(self, tickets: list[str]) -> list[Refusal]:
         refused = []
         for ticket in tickets:
-            parked = self.engine.scheduler.book.parked.get(ticket)
-            if parked is None:
-                refused.append(Refusal(ticket, "unknown_ticket", "No request is parked under this ticket."))
-            elif refusal := parked_requests.prepare(self.engine.scheduler, parked):
+            stream = self.engine.scheduler.book.parked.get(ticket)
+            if stream is None or not stream.complete:
+                refused.append(Refusal(ticket, *_UNKNOWN))
+            elif refusal := parked_requests.prepare(self.engine.scheduler, stream):
                 refused.append(refusal)
         return refused
 
     def _commit(self, message: Commit) -> list[Refusal]:
         if self.engine.faults.refuse_commit:
             return [Refusal(item.ticket, "refused_by_test", "A test switch refuses commits.") for item in message.items]
-        replay_grammar = not self.engine.faults.skip_grammar
-        refused = parked_requests.commit(self.engine.core, message.items, replay_grammar)
+        refused = parked_requests.commit(self.engine.core, message.items, self.engine.faults)
         failed = {refusal.ticket for refusal in refused}
         for item in message.items:
             if item.ticket not in failed:
@@ -156,29 +180,40 @@ class TargetSession:
         for ticket in tickets:
             self.engine.scheduler.book.expected.pop(ticket, None)
             self.drop(ticket, reason)
-            if request_id := self._pinned.pop(ticket, None):
+            for request_id in self._pinned.pop(ticket, ()):
                 self.engine.scheduler.unpin(request_id)
 
     def drop(self, ticket: str, reason: str) -> None:
-        """Ends a parked request; its front end answers the second leg with an abort. Its blocks stay pinned."""
-        parked = self.engine.scheduler.book.parked.pop(ticket, None)
-        if parked is None:
+        """Ends what is parked under a ticket; the front end answers the second leg with an abort. Its blocks stay
+        pinned."""
+        stream = self.engine.scheduler.book.parked.pop(ticket, None)
+        if stream is None:
             return
-        logger.info("parked request %s dropped: %s", parked.request.request_id, reason)
-        self.engine.scheduler.book.ticket_of.pop(parked.request.request_id, None)
-        self.engine.end_requests([parked.request.request_id], RequestStatus.FINISHED_ABORTED)
+        request_ids = [member.request.request_id for member in stream.arrived()]
+        logger.info("parked requests %s dropped: %s", ", ".join(request_ids), reason)
+        for request_id in request_ids:
+            self.engine.scheduler.book.ticket_of.pop(request_id, None)
+        self.engine.end_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def revoke_parked(self) -> None:
         """Drops what has no promised run slot. A is told and stops writing; then the blocks are free (`Release`)."""
         now = time.monotonic()
-        for ticket, parked in list(self.engine.scheduler.book.parked.items()):
-            if (parked.prepared_until or 0.0) < now:
+        for ticket, stream in list(self.engine.scheduler.book.parked.items()):
+            if stream.prepared_until < now:
                 self.drop(ticket, "the target ran out of free blocks")
                 self.link.send(Parked(ticket, False, "target_out_of_blocks", "The target needs its blocks itself."))
 
     def gone(self, ticket: str) -> None:
-        """A parked request was ended by its front end (the client or the proxy closed the leg)."""
+        """A parked request was ended by its front end (the client or the proxy closed the leg). Other members of the
+        leg follow between two steps: vLLM is in the middle of ending this one."""
+        stream = self.engine.scheduler.book.parked.get(ticket)
+        if stream is None:
+            return
         self.link.send(Parked(ticket, False, "leg_closed", "The second leg was closed before the handover."))
+        if len(stream.members) == 1:
+            del self.engine.scheduler.book.parked[ticket]
+        else:
+            self.engine.later(lambda: self.drop(ticket, "the second leg was closed"))
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -200,20 +235,32 @@ class TargetSession:
             self.drop(ticket, reason)
 
     def _unpin_all(self) -> None:
-        for request_id in self._pinned.values():
-            self.engine.scheduler.unpin(request_id)
+        for request_ids in self._pinned.values():
+            for request_id in request_ids:
+                self.engine.scheduler.unpin(request_id)
         self._pinned.clear()
 
 
-def _arrival_refusal(expectation: Expectation | None, request: Any, record: Any) -> tuple[str, str] | None:
-    if expectation is None:
-        return "unknown_ticket", "The ticket is not known here, was used already, or has run out."
-    if record is None or record.stream != expectation.stream:
-        return "wrong_stream", "The ticket was issued for another stream."
-    if prompt_digest(request) != expectation.prompt_digest:
+def _part_of(stream: ParkedStream | None, request: Any, leg: StreamRecord | None) -> tuple[int, tuple[str, str] | None]:
+    """Which member of the expected leg the request is, or (code, sentence) why it is none."""
+    if stream is None:
+        return -1, _UNKNOWN
+    if leg is None or leg.stream != stream.expectation.stream:
+        return -1, ("wrong_stream", "The ticket was issued for another stream.")
+    key = leg.members[request.request_id].key
+    for part, expected in enumerate(stream.expectation.members):
+        if (expected.prompt, expected.choice) == key:
+            return part, _UNKNOWN if stream.members[part] is not None else _difference(expected, request)
+    return -1, ("unexpected_choice", "The target made other choices or prompts of the request than the source.")
+
+
+def _difference(expected: ExpectedMember, request: Any) -> tuple[str, str] | None:
+    if prompt_digest(request) != expected.prompt_digest:
         return "prompt_mismatch", "The target tokenized the request to another prompt than the source."
-    if sampling_digest(request) != expectation.sampling_digest:
+    if sampling_digest(request) != expected.sampling_digest:
         return "sampling_mismatch", "The target derived other sampling parameters from the request than the source."
+    if queueing_digest(request) != expected.queueing_digest:
+        return "queueing_mismatch", "The target read another priority or cache salt from the request than the source."
     return None
 
 
@@ -229,6 +276,14 @@ def open_session(engine: MigrationEngine, link: Link, message: OpenSession) -> T
         if message.attempt < present.attempt:
             link.send(Answer(message.call, False, "stale_attempt", f"Attempt {present.attempt} has been seen."))
             return None
+    checks = compatibility.compare(message.factors, engine.factors)
+    if (difference := compatibility.refusal(checks)) is not None:
+        logger.warning("migration %s refused: %s", message.job, difference)
+        link.send(Answer(message.call, False, "incompatible", difference))
+        return None
+    for warning in compatibility.warnings(checks):
+        logger.warning("migration %s: %s", message.job, warning)
+    if present is not None:
         present.close("a newer attempt took over")
     session = TargetSession(engine, link, message.job, message.attempt, message.source, message.lease_s)
     engine.target = session

@@ -3,11 +3,13 @@ looked like."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
-from vllm_plugin.book import MoveBook, merge_logprobs, own_columns, split_logprobs
+from vllm_plugin.book import MAX_INCOMPLETE, MoveBook, member_key, merge_logprobs, own_columns, split_logprobs
 
 
 class Lists(NamedTuple):
@@ -35,12 +37,65 @@ def test_no_logprobs_is_nothing_to_send():
     assert merge_logprobs([]) is None
 
 
-def test_requests_of_one_stream_are_counted_until_all_have_ended():
+def request(request_id: str) -> SimpleNamespace:
+    one = SimpleNamespace(request_id=request_id, finished=False)
+    one.is_finished = lambda: one.finished
+    return one
+
+
+def end(book: MoveBook, one: SimpleNamespace) -> None:
+    one.finished = True
+    book.forget(one.request_id)
+
+
+def test_the_history_of_a_choice_is_kept_as_long_as_another_one_runs():
+    book, first, second = MoveBook(), request("0_a"), request("1_a")
+    for one in (first, second):
+        book.record(one, "w/1", choices=2)
+    end(book, first)
+    record = book.stream_of["1_a"]
+    assert list(record.members) == ["0_a", "1_a"] and [m.request_id for m in record.live] == ["1_a"]
+    assert record.request_id == "0_a", "the name of the whole does not change when a member ends"
+    end(book, second)
+    assert not book.records and not book.streams and not book.stream_of
+
+
+def test_a_choice_that_ends_before_the_others_have_come_belongs_to_them():
+    book, first, second = MoveBook(), request("a"), request("b")
+    book.record(first, "w/1", choices=2)
+    end(book, first)
+    book.record(second, "w/1", choices=2)
+    assert len(book.stream_of["b"].members) == 2 and book.stream_of["b"].complete
+
+
+def test_two_legs_of_one_stream_are_told_apart():
     book = MoveBook()
-    assert book.record("0_a", "w/1").siblings == 1
-    assert book.record("1_a", "w/1").siblings == 2
-    book.forget("0_a")
-    assert book.record("2_a", "w/1").siblings == 3
-    for request_id in ("1_a", "2_a"):
-        book.forget(request_id)
-    assert book.record("b", "w/1").siblings == 1
+    book.record(request("old"), "w/1")
+    book.record(request("new"), "w/1", "ticket")
+    assert len(book.stream_of["old"].members) == len(book.stream_of["new"].members) == 1
+
+
+def test_streams_that_never_became_complete_are_not_kept_for_ever():
+    book = MoveBook()
+    for number in range(MAX_INCOMPLETE + 5):
+        one = request(str(number))
+        book.record(one, f"w/{number}", choices=2)
+        end(book, one)
+    assert len(book.streams) == MAX_INCOMPLETE
+    assert "0" not in book.records and str(MAX_INCOMPLETE + 4) in book.records
+
+
+@pytest.mark.parametrize(
+    ("request_id", "key"),
+    [
+        ("chatcmpl-5eed-1-0123abcd", (0, 0)),
+        ("chatcmpl-5eed-2-01234567", (0, 0)),
+        ("2_chatcmpl-5eed-2-01234567", (0, 2)),
+        ("cmpl-5eed-1-3-0123abcd", (3, 0)),
+        ("1_cmpl-5eed-1-3-0123abcd", (3, 1)),
+        ("cmpl-5eed-1-3", (3, 0)),
+        ("something else", None),
+    ],
+)
+def test_prompt_and_choice_are_read_from_the_id(request_id: str, key: tuple[int, int] | None):
+    assert member_key(request_id, "5eed") == key

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_plugin.book import StreamRecord
+from vllm_plugin.book import MemberRecord, StreamRecord
 from vllm_plugin.compat import SamplingParams
 from vllm_plugin.eligibility import TRANSIENT, prompt_digest, refusal, sampling_digest
 
@@ -26,6 +26,7 @@ def request(**changes: Any) -> SimpleNamespace:
         "spec_decode_metrics": None,
         "status": SimpleNamespace(name="RUNNING"),
         "num_output_tokens": 5,
+        "is_finished": lambda: False,
     }
     return SimpleNamespace(**{**values, **changes})
 
@@ -34,38 +35,51 @@ def structured(reasoner: Any = None, reasoning_ended: bool | None = None) -> Sim
     return SimpleNamespace(reasoner=reasoner, reasoning_ended=reasoning_ended)
 
 
-RECORD = StreamRecord("w1/s1", siblings=1)
+def stream(*requests: Any, choices: int = 1) -> StreamRecord:
+    members = {str(number): MemberRecord(one, (0, number)) for number, one in enumerate(requests)}
+    return StreamRecord("w1/s1", "", choices, members)
 
 
 def test_a_decoding_request_of_a_connected_proxy_may_move():
-    assert refusal(request(), RECORD, True) is None
-    assert refusal(request(structured_output_request=structured()), RECORD, True) is None
-    assert refusal(request(structured_output_request=structured(reasoning_ended=True)), RECORD, True) is None
+    for one in (
+        request(),
+        request(structured_output_request=structured()),
+        request(structured_output_request=structured(reasoning_ended=True)),
+    ):
+        assert refusal(stream(one), True, {}) is None
+
+
+def test_several_choices_move_together_also_when_one_has_ended():
+    ended = request(is_finished=lambda: True, status=SimpleNamespace(name="FINISHED_STOPPED"))
+    assert refusal(stream(request(), ended, choices=2), True, {}) is None
+    why = refusal(stream(request(), request(num_output_tokens=0), choices=2), True, {})
+    assert why is not None and why[0] == "not_decoding_yet"
+
+
+def test_choices_that_have_not_arrived_yet_are_waited_for():
+    why = refusal(stream(request(), choices=2), True, {})
+    assert why is not None and why[0] == "not_decoding_yet"
 
 
 @pytest.mark.parametrize(
-    ("changes", "record", "connected", "code"),
+    ("changes", "connected", "code"),
     [
-        ({}, None, True, "no_proxy"),
-        ({}, RECORD, False, "proxy_unreachable"),
-        ({"sampling_params": None}, RECORD, True, "pooling"),
-        ({}, StreamRecord("w1/s1", siblings=2), True, "several_choices"),
-        ({"request_id": "0_chatcmpl-abc"}, RECORD, True, "several_choices"),
-        ({"structured_output_request": structured(reasoner=object())}, RECORD, True, "structured_reasoning"),
-        ({"structured_output_request": structured(reasoning_ended=False)}, RECORD, True, "structured_reasoning"),
-        ({"sampling_params": SamplingParams(prompt_logprobs=1)}, RECORD, True, "prompt_logprobs"),
-        ({"prompt_token_ids": None}, RECORD, True, "prompt_embeds"),
-        ({"mm_features": [object()]}, RECORD, True, "multimodal"),
-        ({"lora_request": object()}, RECORD, True, "lora"),
-        ({"resumable": True}, RECORD, True, "streaming_input"),
-        ({"spec_token_ids": [1]}, RECORD, True, "speculative_decoding"),
-        ({"status": SimpleNamespace(name="PREEMPTED")}, RECORD, True, "preempted"),
-        ({"status": SimpleNamespace(name="WAITING")}, RECORD, True, "not_decoding_yet"),
-        ({"num_output_tokens": 0}, RECORD, True, "not_decoding_yet"),
+        (None, True, "no_proxy"),
+        ({}, False, "proxy_unreachable"),
+        ({"sampling_params": None}, True, "pooling"),
+        ({"sampling_params": SamplingParams(prompt_logprobs=1)}, True, "prompt_logprobs"),
+        ({"prompt_token_ids": None}, True, "prompt_embeds"),
+        ({"mm_features": [object()]}, True, "multimodal"),
+        ({"resumable": True}, True, "streaming_input"),
+        ({"spec_token_ids": [1]}, True, "speculative_decoding"),
+        ({"status": SimpleNamespace(name="PREEMPTED")}, True, "preempted"),
+        ({"status": SimpleNamespace(name="WAITING")}, True, "not_decoding_yet"),
+        ({"num_output_tokens": 0}, True, "not_decoding_yet"),
     ],
 )
-def test_each_reason_has_a_code_and_a_sentence(changes: Any, record: Any, connected: bool, code: str):
-    why = refusal(request(**changes), record, connected)
+def test_each_reason_has_a_code_and_a_sentence(changes: Any, connected: bool, code: str):
+    record = None if changes is None else stream(request(), request(**changes), choices=2)
+    why = refusal(record, connected, {})
     assert why is not None
     assert why[0] == code
     assert why[1].endswith(".")

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from vllm_plugin.move import DEADLINES_S, TRANSITIONS, Move
+from vllm_plugin.move import DEADLINES_S, TRANSITIONS, Member, Move
 
 ENDS = {"moved", "stayed", "finished"}
 
 
 def move(state: str = "attaching") -> Move:
-    return Move("r", "w1/s1", "t", epoch=0, prompt_tokens=5, kv_blocks=1, state=state)  # type: ignore[arg-type]
+    return Move("r", "w1/s1", "t", [Member("r", epoch=0)], prompt_tokens=5, kv_blocks=1, state=state)  # type: ignore[arg-type]
 
 
 def test_the_ends_are_final_and_reachable_from_everywhere():
