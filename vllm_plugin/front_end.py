@@ -47,13 +47,20 @@ class FrontEnd:
 
     def _read_fixed(self) -> dict[str, str]:
         tokenizer, args = getattr(self._engine_client, "tokenizer", None), self._args
-        structured = getattr(args, "structured_outputs_config", None)
+        reasoning = getattr(getattr(args, "structured_outputs_config", None), "reasoning_parser", None)
+        # Without the second flag vLLM makes no tool parser, whatever the first says.
+        tool = getattr(args, "tool_call_parser", None) if getattr(args, "enable_auto_tool_choice", False) else None
         return {
             "tokenizer": tokenizer_fingerprint(tokenizer),
             "chat_template": _chat_template_fingerprint(tokenizer, args),
-            "tool_parser": getattr(args, "tool_call_parser", None) or _NONE,
-            "reasoning_parser": getattr(structured, "reasoning_parser", None) or _NONE,
+            "tool_parser": _parser(tool, getattr(args, "tool_parser_plugin", None)),
+            "reasoning_parser": _parser(reasoning, getattr(args, "reasoning_parser_plugin", None)),
         }
+
+
+def _parser(name: str | None, plugin: str | None) -> str:
+    """The name; with the file of the plugin that may have put another parser under it."""
+    return f"{name} of {plugin}" if name and plugin else name or _NONE
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

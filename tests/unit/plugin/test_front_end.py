@@ -16,6 +16,7 @@ from vllm_plugin.front_end import FrontEnd, adapter_fingerprint, tokenizer_finge
 
 ARGS = argparse.Namespace(
     tool_call_parser="hermes",
+    enable_auto_tool_choice=True,
     structured_outputs_config=SimpleNamespace(reasoning_parser=""),
     chat_template=None,
     default_chat_template_kwargs=None,
@@ -95,6 +96,8 @@ async def test_adapters_follow_what_is_loaded_and_are_read_once(tmp_path: Path) 
     ("name", "changed"),
     [
         ("tool_parser", {"tool_call_parser": "mistral"}),
+        ("tool_parser", {"enable_auto_tool_choice": False}),
+        ("tool_parser", {"tool_parser_plugin": "ours.py"}),
         ("reasoning_parser", {"structured_outputs_config": SimpleNamespace(reasoning_parser="qwen3")}),
         ("chat_template", {"chat_template": "{{ messages }}"}),
         ("chat_template", {"default_chat_template_kwargs": {"enable_thinking": False}}),
