@@ -8,7 +8,6 @@ fit together. `python -m benchmarks.parsers` drives vLLM's own parsers through e
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ __all__ = ["INVARIANT", "Kind", "chunk_invariant", "parser_names", "tool_choice_
 
 Kind = Literal["none", "auto", "required", "named"]
 
-#: Name of a parser whose behaviour is not known: one of a plugin, or one that nobody told us about.
+#: Name of a parser that nobody told us about.
 UNKNOWN = "unknown"
 
 #: (tool parser, reasoning parser) → kinds of tool choice. An instance without parsers passes text through.
@@ -51,14 +50,15 @@ def tool_choice_kind(body: Mapping[str, Any]) -> Kind:
     return "named"
 
 
-def parser_names(vllm_config: Any, environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """Returns the names of this instance's (tool parser, reasoning parser), for the engine core.
+def parser_names(factors: Mapping[str, str], vllm_config: Any) -> tuple[str, str]:
+    """Returns the names of an instance's (tool parser, reasoning parser), "" for none.
 
-    The front end's tool parser is no part of vLLM's configuration: the command line leaves it in the environment.
+    Args:
+        factors: of the instance, with what its front end has told (`vllm_plugin.front_end`).
+        vllm_config: of its engine.
     """
-    tool = environ.get("VLLM_HI_TOOL_PARSER", UNKNOWN)
-    structured = vllm_config.structured_outputs_config
-    reasoning = UNKNOWN if structured.reasoning_parser_plugin else structured.reasoning_parser or ""
-    if (tool or reasoning) and getattr(vllm_config.model_config.hf_config, "model_type", "") == "gpt_oss":
-        return UNKNOWN, UNKNOWN  # One parser of its own, whatever the names say.
+    given = [factors.get(name, UNKNOWN) for name in ("tool_parser", "reasoning_parser")]
+    tool, reasoning = ("" if name == "none" else name for name in given)
+    if (tool or reasoning) and vllm_config.model_config.hf_config.model_type == "gpt_oss":
+        return UNKNOWN, UNKNOWN  # vLLM takes one of its own for these models, whatever the names say.
     return tool, reasoning
