@@ -1,0 +1,348 @@
+"""The failure table: every state of a move, and everything that can fail in it, on two real engines.
+
+    python -m benchmarks.failures [--only STATE:FAILURE ...] [--write docs/failures.md]
+
+Each cell runs a handful of clients, holds their migration in one state, lets one thing fail, and then asserts: clients
+whose engine lives get the complete answer, equal to that of an undisturbed run; the others get an error in the
+protocol's shape after a correct beginning; nothing stays parked, frozen, quarantined or in a session; every living side
+has as many free KV blocks as before, and its prefix cache can be emptied, which fails while anybody holds a block.
+
+The table goes to stderr (and, with --write, into the document); the last line of stdout is JSON: `cells`, `held`,
+`failed`. Exit code 0 only if every cell held. `--only frozen:` runs a row, `--only ":A killed"` a column.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.demo_models import tiny_model
+from benchmarks.exactness import compare
+from benchmarks.failure_cells import FAILURES, STATES, Failure, Run, State, base_requests, impossible
+from benchmarks.failure_rig import LEASE_S, STEP_DELAY_S, Client, NeverHappened, Rig
+from benchmarks.streams import Answer
+
+__all__ = ["Cell", "run_cell"]
+
+#: Seconds after the failure within which everything must be let go: the longest hold of all (A's last resort, 10 s),
+#: then one lease, and what a busy machine takes on top.
+LIMIT_S = 10.0 + LEASE_S + 7.0
+#: Tokens that each client has before the migration starts.
+START_AFTER = 20
+KV_CACHE_BYTES = 64 * 1024**2
+
+
+@dataclass
+class Cell:
+    """What was seen. `free`: blocks before and after by side; None for a side that was killed. `let_go_s`: until
+    nothing was parked, frozen or quarantined any more. `silence_s`: the longest pause of a client that was served."""
+
+    state: str
+    failure: str
+    clients: Counter[str] = field(default_factory=Counter)
+    job: str = ""
+    outcomes: Counter[str] = field(default_factory=Counter)
+    free: dict[str, tuple[int, int | None]] = field(default_factory=dict)
+    let_go_s: float | None = None
+    silence_s: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def held(self) -> bool:
+        return not self.problems
+
+
+async def run_cell(rig: Rig, state: State, failure: Failure) -> Cell:
+    """Runs one cell on a settled rig and leaves the rig settled again."""
+    cell = Cell(state.name, failure.name)
+    try:
+        await _run(rig, state, failure, cell)
+    except NeverHappened as never:
+        cell.problems.append(str(never))
+    return cell
+
+
+async def _run(rig: Rig, state: State, failure: Failure, cell: Cell) -> None:
+    source, target = await rig.settled()
+    requests = failure.requests(state.name) if failure.requests else base_requests()
+    references = await rig.undisturbed(requests)
+    for instance in (source, target):
+        if not await rig.forget_prefixes(instance):
+            raise NeverHappened(f"the prefix cache of {instance.letter} could not be emptied before the cell")
+    free = {instance.letter: await rig.free_blocks(instance) for instance in (source, target)}
+    others = [asyncio.create_task(rig.occupy(source, 16, 1900))] if state.name == "moved" else []
+    slow = {"step_delay_s": STEP_DELAY_S}
+    await rig.faults(source, **slow, **{**state.source, **failure.source.get(state.name, {})})
+    await rig.faults(target, **slow, **{**state.target, **failure.target.get(state.name, {})})
+    clients = rig.start(requests)
+    run = Run(rig, source, target, "", clients, free, others)
+    try:
+        await rig.until(lambda: _all_have(clients), "the clients' first tokens")
+        run.job = await rig.migrate(source, target)
+        if failure.waits:
+            await rig.until(lambda: state.reached(run), f"every move is {state.name}")
+        await failure.inject(run)
+        await _watch(run, failure, cell)
+    finally:
+        for client in clients:
+            client.task.cancel()
+        for other in run.others:
+            other.cancel()
+        await asyncio.gather(*run.others, *(client.task for client in clients), return_exceptions=True)
+    _judge(cell, state, failure, clients, references)
+
+
+async def _watch(run: Run, failure: Failure, cell: Cell) -> None:
+    """From the failure until all is quiet, with what died started again."""
+    rig, began = run.rig, time.monotonic()
+    living = [one for one in (run.source, run.target) if one.process.running]
+    if failure.waits:
+        for instance in living:
+            await rig.faults(instance, step_delay_s=STEP_DELAY_S)
+
+        async def let_go() -> bool:
+            held = [(await rig.status(one))["requests"] for one in living]
+            return not any(one[name] for one in held for name in ("parked", "frozen", "quarantined"))
+
+        await rig.until(let_go, "nothing parked, frozen or quarantined", LIMIT_S)
+        cell.let_go_s = time.monotonic() - began
+        await _full_speed(run, living)
+    for other in run.others:
+        other.cancel()
+    if failure.kills == "proxy":
+        await rig.restart_service("panel")
+    if failure.kills == "worker":
+        # Nobody renews: the session must end by itself.
+        async def no_session() -> bool:
+            return all([(await rig.status(one))["session"] is None for one in living])
+
+        await rig.until(no_session, "the session's end without its control plane", LIMIT_S)
+        cell.let_go_s = time.monotonic() - began
+    limit = asyncio.gather(*(client.task for client in run.clients), return_exceptions=True)
+    if not failure.waits:
+        await _wait_for_job_or_clients(run, limit)
+        await _full_speed(run, living)
+    try:
+        await asyncio.wait_for(limit, 120)
+    except TimeoutError as error:
+        raise NeverHappened("a client's stream hangs") from error
+    if failure.kills == "worker":
+        await rig.restart_service("worker")
+    job = await rig.job_ended(run.job)
+    cell.job = job["state"]
+    rows = (await rig.panel("GET", f"/api/v1/migrations/{run.job}/requests?limit=100"))["results"]
+    cell.outcomes = Counter(row["outcome"] for row in rows)
+    cell.problems += [text for text in [failure.must(job, rows)] if text]
+    await _compare_blocks(run, living, cell)
+    for instance in (run.source, run.target):
+        if instance not in living:
+            await rig.restart(instance)
+            cell.free[instance.letter] = run.free[instance.letter], None
+
+
+async def _full_speed(run: Run, living: list[Any]) -> None:
+    for instance in living:
+        await run.rig.faults(instance)
+
+
+async def _wait_for_job_or_clients(run: Run, clients: asyncio.Future[Any]) -> None:
+    """The fault itself decides when it is over: the requests have moved, or the first has been rolled back."""
+
+    async def over() -> bool:
+        moves = await run.moves()
+        return clients.done() or not moves or any(moves.get(state) for state in ("moved", "stayed", "finished"))
+
+    await asyncio.sleep(1.0)
+    await run.rig.until(over, "the end of the moves", LIMIT_S)
+
+
+async def _compare_blocks(run: Run, living: list[Any], cell: Cell) -> None:
+    after: dict[str, int] = {}
+
+    async def as_before() -> bool:
+        for one in living:
+            after[one.letter] = await run.rig.free_blocks(one)
+        idle = all([await run.rig.idle(one) for one in living])
+        return idle and all(after[one.letter] == run.free[one.letter] for one in living)
+
+    try:
+        await run.rig.until(as_before, "idle engines with as many free blocks as before", LIMIT_S)
+    except NeverHappened as never:
+        held = {one.letter: (await run.rig.status(one))["requests"] for one in living}
+        cell.problems.append(f"{never}: {run.free} before, {after} after, {held}")
+    for one in living:
+        cell.free[one.letter] = run.free[one.letter], after[one.letter]
+        if not await run.rig.forget_prefixes(one):
+            cell.problems.append(f"somebody still holds a block of {one.letter}")
+
+
+async def _all_have(clients: list[Client]) -> bool:
+    streamed = [client for client in clients if client.request.streamed]
+    return all(len(client.answer.token_ids) >= START_AFTER or client.answer.error for client in streamed)
+
+
+# -- what clients got --------------------------------------------------------------------------------------------------
+
+
+def _judge(cell: Cell, state: State, failure: Failure, clients: list[Client], references: list[Answer]) -> None:
+    for client, reference in zip(clients, references, strict=True):
+        answer = client.answer
+        if client.left:
+            cell.clients["left"] += 1
+            continue
+        fate = failure.fate(state.name)
+        difference = _difference(fate, reference, answer)
+        cell.clients[fate if not difference else "WRONG"] += 1
+        if difference:
+            cell.problems.append(f"{answer.request.name}: {difference}")
+        if fate == "exact":
+            times = [when for when, _ in answer.arrivals]
+            cell.silence_s = max([cell.silence_s, *(b - a for a, b in pairwise(times))])
+
+
+def _difference(fate: str, reference: Answer, answer: Answer) -> str:
+    """What is not as it should be; "" when nothing is."""
+    if fate == "exact":
+        return "; ".join(compare(reference, answer).differences)
+    delivered = len(answer.token_ids)
+    if answer.token_ids != reference.token_ids[:delivered]:
+        return "what was delivered before the failure is wrong"
+    if fate == "error":
+        shaped = "upstream_lost" in answer.error and ("error event" in answer.error or "HTTP 502" in answer.error)
+        return "" if shaped else f"no error in the protocol's shape: {answer.error or 'a complete answer'}"
+    return "" if answer.error else "a complete answer, although its proxy was killed"
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def document(cells: list[Cell]) -> str:
+    """The table as Markdown."""
+    lines = [
+        "# What happens when something fails in the middle of a migration",
+        "",
+        "Written by `python -m benchmarks.failures` from the run that proves it; do not edit. Two real engines on CPU,",
+        "a small model in float32, three streamed clients and one that is not, all in one wave; what is killed is",
+        f"killed by SIGKILL, with all its processes. Leases of {LEASE_S:g} s instead of 30 s.",
+        "",
+        "- **exact**: the complete answer; text, token ids, usage and finish reason are those of an undisturbed run.",
+        "- **error**: the engine that had the request is dead; what was delivered is a prefix of the undisturbed",
+        "  answer, then comes one error event (or 502) with code `upstream_lost`, in the protocol's shape.",
+        "- **lost**: the client's own connection ended with the proxy.",
+        "- *free blocks*: free KV blocks on each living engine before the cell and after it. Afterwards nothing is",
+        "  parked, frozen, quarantined or in a session, and the prefix cache can be emptied, which fails while anybody",
+        "  holds a block.",
+        "- *let go*: seconds from the failure until nothing was parked, frozen or quarantined any more (without a",
+        f"  control plane: until the session was gone). Limit: {LIMIT_S:g} s.",
+        "- *silence*: longest time without a token for a client that got its whole answer, in seconds.",
+        "",
+        "| state | what it means |",
+        "|---|---|",
+        *(f"| {state.name} | {state.meaning} |" for state in STATES.values()),
+        "",
+        "| state | failure | clients | requests | job | free blocks A | free blocks B | let go | silence |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [_line(cell) for cell in cells]
+    lines += ["", "## Cells that make no sense", "", "| state | failure | why |", "|---|---|---|"]
+    for state in STATES:
+        for failure in FAILURES:
+            if reason := impossible(state, failure):
+                lines.append(f"| {state} | {failure} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def _line(cell: Cell) -> str:
+    clients = _counted(cell.clients) if cell.held else "**" + "; ".join(cell.problems).replace("|", "/") + "**"
+    columns = [
+        cell.state,
+        cell.failure,
+        clients,
+        _counted(cell.outcomes),
+        cell.job,
+        _blocks(cell, "A"),
+        _blocks(cell, "B"),
+    ]
+    columns.append("-" if cell.let_go_s is None else f"{cell.let_go_s:.1f}")
+    columns.append(f"{cell.silence_s:.1f}" if cell.silence_s else "-")
+    return "| " + " | ".join(columns) + " |"
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "-"
+
+
+def _blocks(cell: Cell, letter: str) -> str:
+    if letter not in cell.free:
+        return "?"
+    before, after = cell.free[letter]
+    return f"{before}, killed" if after is None else f"{before} → {after}"
+
+
+def _chosen(only: list[str]) -> list[tuple[State, Failure]]:
+    wanted = [tuple(one.split(":", 1)) for one in only]
+    chosen = []
+    for state in STATES.values():
+        for failure in FAILURES.values():
+            if impossible(state.name, failure.name):
+                continue
+            if not wanted or any(s in ("", state.name) and f in ("", failure.name) for s, f in wanted):
+                chosen.append((state, failure))
+    return chosen
+
+
+async def _measure(arguments: argparse.Namespace) -> list[Cell]:
+    folder = Path(tempfile.mkdtemp(prefix="failures-"))
+    cells: list[Cell] = []
+    try:
+        model = arguments.model or str(tiny_model())
+        async with Rig.started(folder, model, arguments.port, _say, KV_CACHE_BYTES) as rig:
+            for state, failure in _chosen(arguments.only):
+                cell = await run_cell(rig, state, failure)
+                cells.append(cell)
+                _say(_line(cell))
+    finally:
+        if arguments.keep_logs:
+            shutil.copytree(folder / "logs", arguments.keep_logs, dirs_exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    return cells
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="STATE:FAILURE", help="may be given several times"
+    )
+    parser.add_argument("--model", help="folder of another model (default: a tiny random one)")
+    parser.add_argument("--port", type=int, default=8800, help="first of the ports to use")
+    parser.add_argument("--write", type=Path, help="document to write, for example docs/failures.md")
+    parser.add_argument("--keep-logs", type=Path, help="folder that gets the logs of all processes")
+    arguments = parser.parse_args()
+    if not _chosen(arguments.only):
+        parser.error("--only names no cell; states: " + ", ".join(STATES) + "; failures: " + ", ".join(FAILURES))
+    cells = asyncio.run(_measure(arguments))
+    text = document(cells)
+    sys.stderr.write(text)
+    if arguments.write:
+        arguments.write.write_text(text)
+    held = sum(cell.held for cell in cells)
+    print(json.dumps({"cells": len(cells), "held": held, "failed": len(cells) - held}))
+    return 0 if cells and held == len(cells) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
