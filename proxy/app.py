@@ -104,13 +104,13 @@ class ProxyApp:
         except ApiError as error:
             if started:
                 raise
-            await _answer(send, error.status, error.body(), error.headers)
+            await _answer(send, error.status, error.body(scope["path"]), error.headers)
         except Exception:
             if started:
                 raise
             log.exception("%s %s", scope["method"], scope["path"])
             failure = ApiError(500, "The proxy failed to handle the request; see its log.", type_="server_error")
-            await _answer(send, failure.status, failure.body())
+            await _answer(send, failure.status, failure.body(scope["path"]))
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

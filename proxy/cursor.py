@@ -35,11 +35,19 @@ class LegsDiffer(Exception):
 
 
 class Cursor:
-    """Where one leg is. `first`: the client has had nothing from another leg, so this one is never trimmed."""
+    """Where one leg is.
+
+    Attributes:
+        first: the client has had nothing from another leg, so this one is never trimmed.
+        failed: it has carried its instance's error event.
+        differs: it does not repeat what the client has, so nothing of it is used any more.
+        tokens: output tokens it has carried, over all choices.
+    """
 
     def __init__(self, first: bool) -> None:
         self.first = first
         self.failed = False
+        self.differs = False
         self.tokens = 0
         self._at: dict[Hashable, int] = {}
         self._tail = b""
@@ -105,6 +113,8 @@ class AnswerCut(ABC):
         """Takes the next bytes of a leg; what is returned counts as sent."""
         passed = Passed()
         for event in cursor.events(chunk):
+            if cursor.differs:
+                break
             if cursor.failed:
                 passed.failed += event
                 continue
@@ -154,7 +164,7 @@ class AnswerCut(ABC):
                 return b""
         except LegsDiffer as error:
             log.error("the second leg does not repeat the first one: %s", error)
-            cursor.failed = True
+            cursor.failed = cursor.differs = True
             return self.failure(upstream_lost())
         self._begun = True
         after = msgspec.json.encode(event)

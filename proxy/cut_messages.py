@@ -31,8 +31,7 @@ class MessagesCut(AnswerCut):
         return self.done or ("message_delta", -1) in self._sent
 
     def failure(self, error: ApiError) -> bytes:
-        details = {"type": error.fields["type"], "message": error.fields["message"]}
-        return encode_event("error", {"type": "error", "error": details})
+        return encode_event("error", error.as_anthropic())
 
     def _is_failure(self, event: Json) -> bool:
         return event.get("type") == "error" or (event.get("error") is not None and "type" not in event)

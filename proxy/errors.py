@@ -1,10 +1,19 @@
-"""Errors in the shape that OpenAI clients understand."""
+"""Errors in the shapes that clients understand: OpenAI's, and Anthropic's for `/v1/messages`."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 __all__ = ["ApiError", "error_event", "model_not_found", "no_instance", "upstream_lost"]
+
+#: Anthropic's names, by HTTP status; anything else is an `api_error`.
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -25,9 +34,15 @@ class ApiError(Exception):
         self.headers = headers
         self.fields = {"message": message, "type": type_, "param": param, "code": code}
 
-    def body(self) -> bytes:
-        """Returns the JSON document."""
-        return json.dumps({"error": self.fields}, ensure_ascii=False, separators=(",", ":")).encode()
+    def body(self, path: str = "") -> bytes:
+        """Returns the JSON document that a client of `path` understands."""
+        document = self.as_anthropic() if path.startswith("/v1/messages") else {"error": self.fields}
+        return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+
+    def as_anthropic(self) -> dict[str, Any]:
+        """Returns the document, and event, that Anthropic's clients understand."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
 
 
 def error_event(error: ApiError) -> bytes:

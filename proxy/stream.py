@@ -320,12 +320,14 @@ class LiveStream:
         if self._second is not None and cut.finished:
             self._drop_second("finished")
         ready = passed.ready
-        if self._may_move:
+        if self._may_move and not cursor.differs:
             self._withheld += passed.failed
         else:
             ready += passed.failed
         if ready:
             await self._write(ready)
+        if cursor.differs:
+            await self._finish()
         if cut.advances > advances or cut.finished:
             self._report_first_token(cursor)
         if cut.advances > advances:

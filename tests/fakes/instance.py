@@ -1,6 +1,7 @@
 """A vLLM instance with our plugin, as the proxy sees it: an OpenAI-like server and a control port.
 
-Generation is driven by the test: `Generation.release()` lets events out, `commit()` wakes a parked request.
+Generation is driven by the test: `Generation.release()` lets events out, `commit()` wakes a parked request. Paths in
+`recorded` answer with two recorded streams, the second one on a second leg.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ class FakeInstance:
         self.received: list[msgspec.Struct] = []
         self.connections: list[Auth] = []
         self.refused: list[str] = []
+        self.recorded: dict[str, tuple[list[bytes], list[bytes]]] = {}
         self.body_gate = asyncio.Event()
         self.body_gate.set()
         self._token = token
@@ -169,12 +171,16 @@ class FakeInstance:
         if body.get("max_tokens") == -1:
             error = {"error": {"message": "max_tokens must be positive", "type": "BadRequestError", "code": 400}}
             return web.json_response(error, status=400, headers={"X-Upstream": self.name})
-        if not request.path.endswith("/completions"):
-            return web.json_response({"path": request.path, "body": body})
         if generation.ticket is not None:
             await generation.committed.wait()
             if generation.status:
                 return web.json_response({"error": {"message": "no"}}, status=generation.status)
+        if request.path in self.recorded and body.get("stream"):
+            return await self._stream(request, self._replay(generation, *self.recorded[request.path]))
+        if not request.path.endswith("/completions"):
+            if request.path in self.recorded:
+                await generation.permit()
+            return web.json_response({"path": request.path, "body": body})
         shape = Shape(
             chat="messages" in body,
             ids=bool(body.get("return_token_ids")),
@@ -186,12 +192,24 @@ class FakeInstance:
         if not body.get("stream"):
             await generation.permit()
             return web.json_response(document(self.tokens, shape, answer_id))
+        return await self._stream(request, self._chunks(generation, shape, answer_id))
+
+    async def _stream(self, request: web.Request, chunks: AsyncIterator[bytes]) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        async for chunk in self._chunks(generation, shape, answer_id):
+        async for chunk in chunks:
             await response.write(chunk)
         await response.write_eof()
         return response
+
+    async def _replay(self, generation: Generation, fine: list[bytes], coarse: list[bytes]) -> AsyncIterator[bytes]:
+        """A recorded answer: token by token on a first leg, in larger events on a second one."""
+        for chunk in coarse if generation.ticket else fine:
+            await generation.permit()
+            while generation.extra:
+                yield generation.extra.pop(0)
+                await generation.permit()
+            yield chunk
 
     async def _chunks(self, generation: Generation, shape: Shape, answer_id: str) -> AsyncIterator[bytes]:
         first = generation.groups or []

@@ -44,7 +44,7 @@ def _read_response(events: list[Json]) -> Json:
     (response_id,) = {event["response"]["id"] for event in events if "response" in event}
     (created,) = {event["response"]["created_at"] for event in events if "response" in event}
     for event in events:
-        kind, index = event["type"], event.get("output_index")
+        kind, index = event["type"], event.get("output_index", -1)
         if kind == "response.output_item.added":
             assert index not in items
             items[index] = {name: event["item"].get(name) for name in ("id", "call_id", "type")}
@@ -74,7 +74,7 @@ def _without_ids(event: Json, items: dict[int, Json]) -> Json:
     response = copy.get("response", {})
     for name in ("id", "created_at"):
         response.pop(name, None)
-    for index, item in [(event.get("output_index"), copy.get("item")), *enumerate(response.get("output", ()))]:
+    for index, item in [(event.get("output_index", -1), copy.get("item")), *enumerate(response.get("output", ()))]:
         if item is not None:
             assert item.get("id") == items[index]["id"]
             for name in ("id", "call_id"):

@@ -217,3 +217,53 @@ def test_windows_line_ends_split_anywhere_are_understood() -> None:
     cursor = cut.cursor()
     out = b"".join(cut.feed(cursor, data[i : i + 1]).ready for i in range(len(data)))
     assert read_stream(out).text == "a"
+
+
+# -- several choices ---------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_finished_when_every_choice_is() -> None:
+    cut = Cut(wants_token_ids=True, choices=2)
+    relay(cut, [chunk({"content": "a"}, token_ids=[1], finish_reason="stop")])
+    assert not cut.finished
+    relay(cut, [chunk({"content": "b"}, index=1, token_ids=[2, 3], finish_reason="stop")])
+    assert cut.finished and cut.tokens == 3
+
+
+def test_a_choice_that_has_finished_is_not_told_again() -> None:
+    cut = Cut(wants_token_ids=True, choices=2)
+    done = chunk({"content": "a"}, token_ids=[1], finish_reason="stop")
+    relay(cut, [done, chunk({"content": "b"}, index=1, token_ids=[2])])
+    replay = [
+        chunk({"content": "a"}, token_ids=[1]),
+        chunk({"content": ""}, token_ids=[], finish_reason="stop"),
+        chunk({"content": "bc"}, index=1, token_ids=[2, 3], finish_reason="length"),
+    ]
+    got = [json.loads(raw[6:])["choices"] for raw in relay(cut, replay).split(b"\n\n")[:-1]]
+    assert [[(c["index"], c["delta"], c["token_ids"], c["finish_reason"]) for c in choices] for choices in got] == [
+        [(1, {"content": "c"}, [3], "length")]
+    ]
+
+
+def test_each_choice_brings_the_prompt_once() -> None:
+    def role(index: int) -> bytes:
+        body = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        return event(json.dumps({"id": "x", "created": 1, "choices": [body], "prompt_token_ids": [1, 2]}))
+
+    cut = Cut(wants_token_ids=True, choices=2)
+    out = relay(cut, [role(0)], [role(0), role(1)])
+    assert [json.loads(raw[6:]).get("prompt_token_ids") for raw in out.split(b"\n\n")[:-1]] == [[1, 2], [1, 2]]
+
+
+def test_usage_as_it_goes_does_not_make_an_event_that_nobody_would_have_sent() -> None:
+    data = json.loads(chunk({}, token_ids=[5])[6:])
+    data["usage"] = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    assert relay(Cut(wants_token_ids=False), [event(json.dumps(data))]) == b""
+
+
+def test_without_token_ids_on_the_wire_news_is_counted() -> None:
+    cut = Cut(wants_token_ids=False, counted=False)
+    events_ = [chunk({"content": "a"}, prompt_token_ids=[1]), chunk({"content": "bc"})]
+    out = relay(cut, events_, [chunk({"content": "abcd"})])
+    assert b"prompt_token_ids" in out, "an echo brings them uncalled"
+    assert (cut.counted, cut.tokens) == (False, 3)
