@@ -14,6 +14,7 @@ from vllm_plugin.eligibility import prompt_digest, queueing_digest, refusal, sam
 from vllm_plugin.errors import MigrationError
 from vllm_plugin.messages import Expect, Expectation, ExpectedMember
 from vllm_plugin.move import Member, Move
+from vllm_plugin.parsers import parser_names
 from vllm_plugin.wire import LegOpened, OpenLeg
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _open_legs(session: SourceSession, moves: list[Move]) -> None:
         if link is None:
             session.roll_back(move, "proxy_unreachable", "The proxy worker that owns the client was lost.")
         else:
-            calls.append((move, link.call(_open_leg(move, session.target.base_url))))
+            calls.append((move, link.call(_open_leg(move, session))))
     deadline = time.monotonic() + ATTACH_DEADLINE_S
     for move, future in calls:
         try:
@@ -155,5 +156,6 @@ def _open_legs(session: SourceSession, moves: list[Move]) -> None:
             move.advance("copying")
 
 
-def _open_leg(move: Move, base_url: str) -> Callable[[int], OpenLeg]:
-    return lambda call: OpenLeg(call, move.stream_id, move.ticket, base_url)
+def _open_leg(move: Move, session: SourceSession) -> Callable[[int], OpenLeg]:
+    parsers = parser_names(session.engine.factors, session.engine.core.vllm_config)
+    return lambda call: OpenLeg(call, move.stream_id, move.ticket, session.target.base_url, *parsers)
