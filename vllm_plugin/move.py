@@ -5,29 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
+
+from vllm_plugin.states import SOURCE
 
 __all__ = ["DEADLINES_S", "TRANSITIONS", "Member", "Move", "MoveState"]
 
 MoveState = Literal["attaching", "copying", "frozen", "sent", "committed", "moved", "stayed", "finished"]
 
-#: attaching: B's leg is being opened. copying: parked on B, rounds run, A decodes. frozen: A does not schedule it.
-#: sent: B may have everything, its answer is open. committed: B has accepted. moved: the proxy has switched.
-#: stayed: rolled back, A goes on. finished: it ended by itself on A.
+#: What the tables of `vllm_plugin.states` say, in the shape that is asked for here.
 TRANSITIONS: dict[MoveState, frozenset[MoveState]] = {
-    "attaching": frozenset({"copying", "stayed", "finished"}),
-    "copying": frozenset({"frozen", "stayed", "finished"}),
-    "frozen": frozenset({"sent", "stayed", "finished"}),
-    "sent": frozenset({"committed", "moved", "stayed", "finished"}),
-    "committed": frozenset({"moved", "stayed", "finished"}),
-    "moved": frozenset(),
-    "stayed": frozenset(),
-    "finished": frozenset(),
+    state: cast("frozenset[MoveState]", after)
+    for state, after in cast("dict[MoveState, frozenset[str]]", SOURCE.successors()).items()
 }
 
 #: A state that lasts longer is undone by A itself. After the tail was sent the proxy decides; the last resort is
 #: much longer.
-DEADLINES_S: dict[MoveState, float] = {"frozen": 1.0, "sent": 10.0, "committed": 10.0}
+DEADLINES_S = cast("dict[MoveState, float]", SOURCE.own_deadlines())
 
 
 @dataclass

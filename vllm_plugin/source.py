@@ -178,7 +178,7 @@ class SourceSession:
         """Called every few milliseconds by the engine's watch thread."""
         for move in list(self.moves.values()):
             if move.overdue(now):
-                code = "freeze_timeout" if move.state == "frozen" else "last_resort"
+                code = {"attaching": "attach_timeout", "frozen": "freeze_timeout"}.get(move.state, "last_resort")
                 self.roll_back(move, code, f"The handover did not end within its deadline (state {move.state}).")
         if now > self.expires_at:
             self.close("lease_expired", "The migration's lease ran out: nobody renewed it.")

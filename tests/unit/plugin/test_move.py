@@ -24,7 +24,7 @@ def test_the_ends_are_final_and_reachable_from_everywhere():
 
 
 def test_every_state_in_which_a_request_stands_still_has_a_deadline():
-    assert set(DEADLINES_S) == {"frozen", "sent", "committed"}
+    assert set(DEADLINES_S) == {"attaching", "frozen", "sent", "committed"}
     assert DEADLINES_S["frozen"] < DEADLINES_S["sent"]
 
 
