@@ -38,8 +38,8 @@ __all__ = ["batch_of", "choose", "reference_of"]
 #: Sequences of one batch; more only make each step slower.
 BATCH = 10
 #: A migration starts when every stream has that many more tokens; drawn anew for each.
-EARLIEST, LATEST = 8, 34
-AGAIN_EARLIEST, AGAIN_LATEST = 2, 16
+EARLIEST, LATEST = 2, 28
+AGAIN_EARLIEST, AGAIN_LATEST = 1, 10
 
 
 @dataclass

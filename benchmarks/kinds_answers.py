@@ -34,6 +34,16 @@ _CHOICES = [
     "Yes. " + "The ship has left the harbour, and nobody on the bridge looked back at the lighthouse. " * 5,
     "No. " + "The ship is still at anchor, because the fog came in from the east before the morning. " * 5,
 ]
+#: All tokens of SmolLM2 with a closing brace.
+# fmt: off
+_CLOSING = [
+    109, 4029, 4548, 6150, 6663, 7950, 8148, 15009, 15201, 16124, 17243, 17859, 17984, 18206, 18292, 19181, 19526,
+    19747, 20039, 20685, 21692, 21770, 21924, 23597, 23817, 23964, 24362, 24885, 25027, 26629, 27688, 27852, 28370,
+    28586, 28852, 29394, 30000, 30856, 31845, 32790, 32938, 37078, 37581, 38310, 38894, 39949, 40343, 41217, 41322,
+    41466, 41541, 41824, 43144, 43331, 46389, 46845, 48312, 48781,
+]
+# fmt: on
+_NO_END = {str(token): -100 for token in _CLOSING}
 _CJK = "[\u4e00-\u9fa5\U0001f600-\U0001f64f]"
 
 
@@ -68,7 +78,8 @@ ANSWERS: list[Kind] = [
     Kind(
         "structured output: any JSON object",
         CHAT,
-        {"temperature": 1.0, "seed": 31, "response_format": {"type": "json_object"}, "min_tokens": 80},
+        # Without a brace to close it, the object goes on.
+        {"temperature": 0.9, "seed": 31, "response_format": {"type": "json_object"}, "logit_bias": _NO_END},
     ),
     Kind("structured output: choice", TEXT, {"temperature": 0, "structured_outputs": {"choice": _CHOICES}}),
     Kind(
@@ -81,92 +92,110 @@ ANSWERS: list[Kind] = [
         "tools, auto",
         CHAT,
         {"temperature": 0.8, "seed": 32, "tools": _TOOLS, "structured_outputs": {"regex": _CALL}},
-        refused="tools",
     ),
     Kind(
         "tools, auto, not streamed",
         CHAT,
         {"temperature": 0.8, "seed": 33, "tools": _TOOLS, "structured_outputs": {"regex": _CALL}},
-        refused="tools",
         streamed=False,
     ),
-    Kind("tools, auto, none called", CHAT, {"temperature": 0, "tools": _TOOLS}, refused="tools"),
+    Kind("tools, auto, none called", CHAT, {"temperature": 0, "tools": _TOOLS}),
     Kind(
         "tools, required",
         CHAT,
         {"temperature": 0.8, "seed": 34, "tools": _TOOLS, "tool_choice": "required"},
-        refused="tools",
     ),
     Kind(
         "tools, required, not streamed",
         CHAT,
         {"temperature": 0, "tools": _TOOLS, "tool_choice": "required"},
-        refused="tools",
         streamed=False,
     ),
-    Kind("tools, named", CHAT, {"temperature": 0, "tools": _TOOLS, "tool_choice": _NAMED}, refused="tools"),
+    Kind("tools, named", CHAT, {"temperature": 0, "tools": _TOOLS, "tool_choice": _NAMED}),
     Kind(
         "tools, named, not streamed",
         CHAT,
         {"temperature": 0.8, "seed": 35, "tools": _TOOLS, "tool_choice": _NAMED},
-        refused="tools",
         streamed=False,
     ),
-    Kind("echo", TEXT, {"temperature": 0, "echo": True}, refused="echo"),
-    Kind("echo, client asks for no token ids", TEXT, {"temperature": 0, "echo": True, "return_token_ids": None}).but(
-        refused="echo"
-    ),
-    Kind("echo, not streamed", TEXT, {"temperature": 0, "echo": True}, refused="echo", streamed=False),
-    Kind("n = 2, seeded", TEXT, {"temperature": 0.8, "seed": 22, "n": 2}, refused="several_choices"),
-    Kind("n = 2, chat, not streamed", CHAT, {"temperature": 0.8, "seed": 36, "n": 2}, refused="several_choices").but(
-        streamed=False
-    ),
+    Kind("echo", TEXT, {"temperature": 0, "echo": True}),
+    Kind("echo, client asks for no token ids", TEXT, {"temperature": 0, "echo": True, "return_token_ids": None}),
+    Kind("echo, not streamed", TEXT, {"temperature": 0, "echo": True}, streamed=False),
+    Kind("n = 2, seeded", TEXT, {"temperature": 0.8, "seed": 22, "n": 2}),
+    Kind("n = 2, chat, not streamed", CHAT, {"temperature": 0.8, "seed": 36, "n": 2}).but(streamed=False),
     Kind(
         "n = 3, some of which end early",
         CHAT,
         {"temperature": 1.0, "seed": 37, "n": 3, "stop": [" the ", ", "], "min_tokens": 4},
-        refused="several_choices",
     ),
-    Kind("several prompts", TEXT, {"temperature": 0}, refused="several_choices", prompts=2),
+    Kind("several prompts", TEXT, {"temperature": 0}, prompts=2),
     Kind(
         "several prompts, n = 2, logprobs, not streamed",
         TEXT,
         {"temperature": 0.8, "seed": 38, "n": 2, "logprobs": 1},
-        refused="several_choices",
         prompts=2,
         streamed=False,
     ),
-    Kind("responses", RESPONSES, {"temperature": 0}, refused="not_a_movable_route"),
-    Kind("responses, not streamed", RESPONSES, {"temperature": 0}, refused="not_a_movable_route", streamed=False),
-    Kind("responses, seeded, penalties", RESPONSES, {"temperature": 0.8, "seed": 39, "presence_penalty": 0.5}).but(
-        refused="not_a_movable_route"
-    ),
+    Kind("responses", RESPONSES, {"temperature": 0}),
+    Kind("responses, not streamed", RESPONSES, {"temperature": 0}, streamed=False),
+    Kind("responses, seeded, penalties", RESPONSES, {"temperature": 0.8, "seed": 39, "presence_penalty": 0.5}),
     Kind(
         "responses, JSON schema",
         RESPONSES,
         {"temperature": 0, "text": {"format": {"type": "json_schema", "name": "story", "schema": _STORY}}},
-        refused="not_a_movable_route",
     ),
     Kind(
         "responses, tools required",
         RESPONSES,
         {"temperature": 0, "tools": _RESPONSES_TOOLS, "tool_choice": "required"},
-        refused="not_a_movable_route",
     ),
-    Kind("messages", MESSAGES, {"temperature": 0}, refused="not_a_movable_route"),
-    Kind("messages, not streamed", MESSAGES, {"temperature": 0}, refused="not_a_movable_route", streamed=False),
+    Kind(
+        "responses, tools auto",
+        RESPONSES,
+        {"temperature": 0, "tools": _RESPONSES_TOOLS},
+        refused="parser_not_chunk_invariant",
+    ),
+    Kind(
+        "responses, tools auto, not streamed",
+        RESPONSES,
+        {"temperature": 0, "tools": _RESPONSES_TOOLS},
+        streamed=False,
+    ),
+    Kind(
+        "responses, logprobs",
+        RESPONSES,
+        {"temperature": 0, "include": ["message.output_text.logprobs"], "top_logprobs": 2},
+        refused="logprobs_follow_events",
+    ),
+    Kind(
+        "responses, logprobs, not streamed",
+        RESPONSES,
+        {"temperature": 0, "include": ["message.output_text.logprobs"], "top_logprobs": 2},
+        streamed=False,
+    ),
+    Kind("messages", MESSAGES, {"temperature": 0}),
+    Kind("messages, not streamed", MESSAGES, {"temperature": 0}, streamed=False),
     Kind(
         "messages, stop_sequences",
         MESSAGES,
         {"temperature": 0, "stop_sequences": ["end of all things"]},
-        refused="not_a_movable_route",
     ),
     Kind(
         "messages, a tool is required",
         MESSAGES,
         {"temperature": 0, "tools": _MESSAGES_TOOLS, "tool_choice": {"type": "any"}},
-        refused="not_a_movable_route",
     ),
+]
+
+
+ANSWERS += [
+    Kind(
+        "messages, tools auto",
+        MESSAGES,
+        {"temperature": 0, "tools": _MESSAGES_TOOLS},
+        refused="parser_not_chunk_invariant",
+    ),
+    Kind("messages, tools auto, not streamed", MESSAGES, {"temperature": 0, "tools": _MESSAGES_TOOLS}, streamed=False),
 ]
 
 
@@ -188,6 +217,8 @@ REASONING: list[Kind] = [
         _thinking(19, seed=46, response_format=_STORY_FORMAT, max_tokens=150),
         refused="structured_reasoning",
     ),
-    Kind("reasoning parser, responses", RESPONSES, _thinking(17, seed=47), refused="not_a_movable_route"),
+    Kind("reasoning parser, responses", RESPONSES, _thinking(17, seed=47), refused="parser_not_chunk_invariant"),
+    Kind("reasoning parser, responses, not streamed", RESPONSES, _thinking(17, seed=48), streamed=False),
+    Kind("reasoning parser, messages", MESSAGES, {"temperature": 0}),
 ]
 REASONING = [kind.but(stack="reasoning") for kind in REASONING]

@@ -26,17 +26,17 @@ REFUSED: list[Kind] = [
         "echo with logprobs",
         TEXT,
         {"temperature": 0, "echo": True, "logprobs": 1},
-        refused="echo",
+        refused="prompt_logprobs",
         streamed=False,
     ),
-    Kind("beam search", TEXT, {"temperature": 0, "n": 2, "use_beam_search": True}, refused="several_choices").but(
+    Kind("beam search", TEXT, {"temperature": 0, "n": 2, "use_beam_search": True}, refused="beam_search").but(
         streamed=False
     ),
     Kind(
         "responses, in the background",
         RESPONSES,
         {"temperature": 0, "background": True, "store": True},
-        refused="not_a_movable_route",
+        refused="background",
         streamed=False,
     ),
 ]
