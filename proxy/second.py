@@ -1,46 +1,60 @@
-"""A second leg during a handover, and what A is told about it."""
+"""A second leg during a handover, and what A is told about it. Its states are those of `vllm_plugin.states.PROXY`."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 
 from proxy.context import Context
 from proxy.control import ControlLink
 from proxy.leg import Leg
+from vllm_plugin.states import LEG_S, PROXY
 from vllm_plugin.wire import Discarded, FirstToken, LegOpened, Resolve, Resolved, Switched
 
 __all__ = ["FirstTokenNotice", "SecondLeg"]
 
-State = Literal["two_legs", "frozen", "switched", "discarded"]
-
 
 class SecondLeg:
-    """A leg that the client gets nothing from yet. `Freezing` and its end move its state, and nothing else does.
+    """A leg that the client gets nothing from yet.
+
+    Args:
+        link: the connection to the instance that asked for it.
+        too_late: called when a state has lasted too long.
 
     Attributes:
-        link: the connection to the instance that asked for it.
         dropped: why it was closed, "" while it is not.
     """
 
-    def __init__(self, context: Context, stream_id: str, leg: Leg, ticket: str, link: ControlLink) -> None:
+    def __init__(
+        self,
+        context: Context,
+        stream_id: str,
+        leg: Leg,
+        ticket: str,
+        link: ControlLink,
+        too_late: Callable[[SecondLeg], None],
+    ) -> None:
         self.leg = leg
         self.ticket = ticket
         self.link = link
-        self.state: State = "two_legs"
+        self.state = PROXY.steps["one_leg", "open_leg"].state
         self.dropped = ""
         self._context = context
         self._stream_id = stream_id
         self._reported = False
-        self._patience: asyncio.TimerHandle | None = None
+        self._too_late = too_late
+        self._deadline = asyncio.get_running_loop().call_later(LEG_S, too_late, self)
 
     @property
     def frozen(self) -> bool:
         """Whether B may own the stream already."""
         return self.state == "frozen"
+
+    def ends_by(self, event: str) -> bool:
+        """Whether `event` ends the handover in the present state."""
+        return PROXY.steps[self.state, event].state == "discarded"
 
     def report_opened(self, call: int, link: ControlLink, failed: Callable[[SecondLeg], None]) -> None:
         """Answers A as soon as the request is written, or calls `failed` and answers that it will not be."""
@@ -55,45 +69,47 @@ class SecondLeg:
 
         self._context.spawn(report())
 
-    def freeze(self, out_of_patience: Callable[[SecondLeg], None]) -> None:
-        """A handover has begun: B must produce within the patience."""
-        self.state = "frozen"
-        if self._patience is not None:
-            self._patience.cancel()
-        loop = asyncio.get_running_loop()
-        self._patience = loop.call_later(self._context.settings.patience_s, out_of_patience, self)
+    def freeze(self, event: str) -> None:
+        """B may own the stream from now on, and must produce within the patience.
+
+        Args:
+            event: `freezing`, or `leg_one_lost`: A may have died with its notice still on the way.
+        """
+        self.state = PROXY.steps[self.state, event].state
+        self._deadline.cancel()
+        patience = self._context.settings.patience_s
+        self._deadline = asyncio.get_running_loop().call_later(patience, self._too_late, self)
 
     # -- the three ways it ends ----------------------------------------------------------------------------------------
 
-    def discard(self, reason: str) -> None:
+    def discard(self, event: str, reason: str) -> None:
         """Closes it and tells A: by `Discarded`, or by the answer that A still waits for."""
-        self._end("discarded", reason)
+        self._end(event, reason)
         if self._reported:
             self._close_then(self.leg, self.link, Discarded(self._stream_id, self.ticket, reason))
         else:
             self.leg.close()
 
-    def discard_for_a(self, reason: str, resolve: tuple[Resolve, ControlLink] | None = None) -> None:
-        """Closes it because A said so, or asks who owns the stream: then A hears it when it is closed."""
-        self._end("discarded", reason)
-        if resolve is None:
+    def discard_for_a(self, asked: Resolve | None, link: ControlLink | None = None) -> None:
+        """Closes it because A says so (None), or asks who owns the stream: then A hears it when it is closed."""
+        if asked is None or link is None:
+            self._end("close_leg", "closed_by_a")
             self.leg.close()
         else:
-            message, link = resolve
-            self._close_then(self.leg, link, Resolved(message.call, "discarded"))
+            self._end("resolve", "resolved")
+            self._close_then(self.leg, link, Resolved(asked.call, "discarded"))
 
     def switch(self, leg_one: Leg, tokens: int, replayed: int) -> FirstTokenNotice:
         """Makes it the client's leg: closes leg one and tells A; returns the notice that is still owed."""
-        self._end("switched")
+        self._end("producing")
         closing = self._close_then(leg_one, self.link, Switched(self._stream_id, self.ticket, tokens))
         return FirstTokenNotice(self._context, self.link, self._stream_id, self.ticket, replayed, closing)
 
-    def _end(self, state: Literal["switched", "discarded"], reason: str = "") -> None:
-        self.state = state
+    def _end(self, event: str, reason: str = "") -> None:
+        self.state = PROXY.steps[self.state, event].state
         self.dropped = reason
-        if self._patience is not None:
-            self._patience.cancel()
-        self._context.live.decide(self.ticket, state)
+        self._deadline.cancel()
+        self._context.live.decide(self.ticket, "discarded" if self.state == "discarded" else "switched")
 
     def _close_then(self, leg: Leg, link: ControlLink, message: msgspec.Struct) -> asyncio.Task[None]:
         async def close() -> None:

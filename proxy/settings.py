@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_plugin.states import PATIENCE_S
+
 __all__ = ["ProxySettings"]
 
 
@@ -29,7 +31,7 @@ class ProxySettings:
     worker_id: str
     key_prefix: str = "vllm_hi:"
     poll_s: float = 1.0
-    patience_s: float = 3.0
+    patience_s: float = PATIENCE_S
     connect_timeout_s: float = 2.0
     retry_after_s: int = 2
     max_body_bytes: int = 64 * 1024 * 1024

@@ -1,10 +1,10 @@
 """One client's request while it is being answered: the leg that feeds the client, and a second one during a handover.
 
-States, and what moves between them:
+The states of a handover, and what moves between them, are the table `vllm_plugin.states.PROXY`:
 
-    one leg ──OpenLeg──> two legs ──Freezing──> frozen ──Producing──> one leg (the other one)
-                            │                     │
-                            └── CloseLeg, Resolve, leg two lost, patience over, leg one finished ──> one leg (the same)
+    one leg ──OpenLeg──> two legs ──Freezing, leg one lost──> frozen ──Producing──> one leg (the other one)
+                            │                                   │
+                            └── CloseLeg, Resolve, leg two lost, too late, leg one finished ──> one leg (the same)
 
 Control messages are handled at once and without awaiting, so each sees and leaves a consistent state; forwarding is
 done by one task, which looks at the state again after every write. Only `_leg` ever feeds the client.
@@ -141,10 +141,11 @@ class LiveStream:
         second = self._second
         if second is not None and leg is second.leg and leg.written:
             # A complete answer is B's if it was frozen for a handover: the notice comes on another connection.
-            if leg.ended == "broken" or (leg.ended == "complete" and not second.frozen):
-                self._drop_second("leg_lost")
+            event = "leg_two_complete" if leg.ended == "complete" else "leg_two_lost"
+            if leg.ended is not None and second.ends_by(event):
+                self._drop_second(event, "leg_lost")
             elif leg.head is not None and leg.head.status != 200:
-                self._drop_second(f"http_{leg.head.status}")
+                self._drop_second("leg_two_lost", f"http_{leg.head.status}")
         self._wake.set()
 
     def _end(self) -> None:
@@ -152,7 +153,7 @@ class LiveStream:
         self._context.live.remove(self)
         self._occupy("")
         if self._second is not None:
-            self._drop_second("client_left")
+            self._drop_second("client_left", "client_left")
         if self._leg is not None:
             self._leg.close()
 
@@ -174,7 +175,7 @@ class LiveStream:
                 link.send(LegOpened(message.call, False, "target_not_connected", text))
                 return
             leg = self._open_leg(message.base_url, instance_id or message.base_url, message.ticket)
-            second = self._second = SecondLeg(self._context, self.stream_id, leg, message.ticket, link)
+            second = self._second = SecondLeg(self._context, self.stream_id, leg, message.ticket, link, self._too_late)
         elif second.ticket != message.ticket:
             text = "the stream has a second leg already; close that one first"
             link.send(LegOpened(message.call, False, "leg_exists", text))
@@ -184,24 +185,24 @@ class LiveStream:
     def _not_opened(self, second: SecondLeg) -> None:
         if self._second is second:
             self._second = None
-            second.discard_for_a("connect_failed")
+            second.discard("leg_two_lost", "connect_failed")
 
     def freezing(self, ticket: str) -> None:
         """Starts the patience of a handover."""
         second = self._matching(ticket)
         if second is not None:
-            second.freeze(self._out_of_patience)
+            second.freeze("freezing")
 
-    def _out_of_patience(self, second: SecondLeg) -> None:
+    def _too_late(self, second: SecondLeg) -> None:
         if self._second is second:
-            self._drop_second("patience")
+            self._drop_second("timeout", "patience")
 
     def close_leg(self, ticket: str) -> None:
         """Closes leg two on A's request: A knows, so nothing is said."""
         second = self._matching(ticket)
         if second is not None:
             self._second = None
-            second.discard_for_a("closed_by_a")
+            second.discard_for_a(None)
             self._wake.set()
 
     def resolve(self, message: Resolve, link: ControlLink) -> None:
@@ -209,7 +210,7 @@ class LiveStream:
         second = self._matching(message.ticket)
         if second is not None:
             self._second = None
-            second.discard_for_a("resolved", (message, link))
+            second.discard_for_a(message, link)
             self._wake.set()
         else:
             link.send(Resolved(message.call, self._context.live.outcome(message.ticket)))
@@ -225,7 +226,7 @@ class LiveStream:
         if second is None or self._over:
             return
         if self._cut.counted and self._cut.tokens > message.tokens:
-            self._drop_second("client_ahead")
+            self._drop_second("producing_behind", "client_ahead")
             return
         self._second = None
         old, self._leg = self._leg, second.leg
@@ -246,11 +247,11 @@ class LiveStream:
     def _matching(self, ticket: str) -> SecondLeg | None:
         return self._second if self._second is not None and self._second.ticket == ticket else None
 
-    def _drop_second(self, reason: str) -> None:
+    def _drop_second(self, event: str, reason: str) -> None:
         second, self._second = self._second, None
         assert second is not None
         log.info("stream %s stays on %s: %s", self.stream_id, self.instance_id, reason)
-        second.discard(reason)
+        second.discard(event, reason)
         self._wake.set()
 
     # -- forwarding ----------------------------------------------------------------------------------------------------
@@ -270,12 +271,16 @@ class LiveStream:
         """Whether B may own the stream already, so that trouble on leg one does not end it."""
         return self._second is not None and self._second.frozen
 
+    def _left_to_b(self) -> bool:
+        """Leg one is lost: whether the stream is left to B, for the patience at least."""
+        if self._second is not None and not self._second.frozen:
+            self._second.freeze("leg_one_lost")
+        return self._second is not None
+
     async def _replace_lost(self, leg: Leg) -> bool:
         """The instance went away before it answered: somebody else takes the request, if there is anybody."""
-        if self._may_move:
+        if self._left_to_b():
             return False
-        if self._second is not None:
-            self._drop_second("leg_one_lost")
         log.warning("no answer from %s: %s", leg.url, leg.error)
         if self._started:
             await self._finish(self._cut.failure(upstream_lost()))
@@ -306,7 +311,7 @@ class LiveStream:
             if self._withheld:
                 return False
             await self._finish()
-        elif self._may_move:
+        elif self._left_to_b():
             return False
         else:
             log.warning("stream %s broke on %s: %s", self.stream_id, self.instance_id, leg.error or "ended too early")
@@ -318,9 +323,9 @@ class LiveStream:
         tokens, advances = cut.tokens, cut.advances
         passed = cut.feed(cursor, chunk)
         if self._second is not None and cut.finished:
-            self._drop_second("finished")
+            self._drop_second("leg_one_finished", "finished")
         ready = passed.ready
-        if self._may_move and not cursor.differs:
+        if passed.failed and not cursor.differs and self._left_to_b():
             self._withheld += passed.failed
         else:
             ready += passed.failed
@@ -352,10 +357,10 @@ class LiveStream:
             return True
         if leg.ended is None:
             return False
-        if self._may_move and (leg.ended == "broken" or head.status >= 500):
+        if (leg.ended == "broken" or head.status >= 500) and self._left_to_b():
             return False
         if self._second is not None:
-            self._drop_second("finished")
+            self._drop_second("leg_one_finished", "finished")
         if self._started:  # leg one had begun to stream, and leg two, which owns the stream, answers with an error
             await self._finish(self._cut.failure(upstream_lost()))
             return True
@@ -381,5 +386,5 @@ class LiveStream:
     async def _finish(self, data: bytes = b"") -> None:
         self._over = True
         if self._second is not None:
-            self._drop_second("finished")
+            self._drop_second("leg_one_finished", "finished")
         await self._send({"type": "http.response.body", "body": data, "more_body": False})

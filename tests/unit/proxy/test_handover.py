@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes.answers import Shape, document, event, read_stream, usage
 from tests.fakes.instance import Generation
-from tests.unit.proxy.conftest import ANSWER, TICKET, WORKER, Rig
+from tests.unit.proxy.conftest import ANSWER, TICKET, WORKER, Rig, table, until
 from vllm_plugin.wire import (
     CloseLeg,
     Discarded,
@@ -25,6 +25,12 @@ from vllm_plugin.wire import (
 
 TEXT = "".join(token.text for token in ANSWER)
 IDS = [token.id for token in ANSWER]
+
+
+async def until_frozen(rig: Rig, on_a: Generation) -> None:
+    stream = rig.app.live.get(on_a.stream_id)
+    assert stream is not None
+    await until(lambda: stream._may_move)
 
 
 async def gone(generation: Generation) -> None:
@@ -351,6 +357,57 @@ async def test_a_dies_after_the_commit_and_b_goes_on(rig: Rig, how: str) -> None
     rig.produce(on_a, 8)
     got = read_stream(await exchange.end())
     assert (got.text, got.errors, got.done) == (TEXT, [], 1)
+
+
+@pytest.mark.parametrize("how", ["connection", "error event"])
+async def test_a_dies_with_its_notice_still_on_the_way_and_b_goes_on(rig: Rig, how: str) -> None:
+    exchange = rig.client.chat()
+    await rig.deliver(exchange, 6)
+    on_a, on_b = await rig.attach()
+    if how == "connection":
+        on_a.die()
+    else:
+        on_a.insert(event('{"error":{"message":"EngineDeadError"}}'))
+    await until_frozen(rig, on_a)
+    on_b.commit(8)
+    on_b.release()
+    rig.produce(on_a, 8)
+    got = read_stream(await exchange.end())
+    assert (got.text, got.errors, got.done) == (TEXT, [], 1)
+
+
+async def test_a_dies_while_it_copies_and_the_client_is_told_after_the_patience(rig: Rig) -> None:
+    rig.lose_patience()
+    exchange = rig.client.chat()
+    await rig.deliver(exchange, 6)
+    on_a, on_b = await rig.attach()
+    on_a.die()
+    got = read_stream(await exchange.end())
+    assert [error["code"] for error in got.errors] == ["upstream_lost"] and got.done == 0
+    await gone(on_b)
+
+
+async def test_a_whole_answer_starts_anew_elsewhere_when_a_dies_while_it_copies(rig: Rig) -> None:
+    rig.lose_patience()
+    rig.app.routing.install(table(2, ["inst-a", "inst-b"], rig.a, rig.b))
+    exchange = rig.client.chat(stream=False)
+    on_a, on_b = await rig.attach()
+    on_a.die()
+    await gone(on_b)
+    anew = await rig.b.generation(1)
+    assert anew.ticket is None
+    anew.release()
+    await exchange.end()
+    assert exchange.status == 200
+
+
+async def test_a_second_leg_that_nobody_speaks_of_is_closed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.second.LEG_S", 0.05)
+    exchange = rig.client.chat()
+    on_a, on_b = await rig.attach()
+    assert (await rig.a.expect(Discarded)).reason == "patience"
+    await gone(on_b)
+    await stays_on_a(rig, exchange, on_a)
 
 
 async def test_a_dies_frozen_and_b_never_produces(rig: Rig) -> None:
