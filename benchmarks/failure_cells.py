@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from benchmarks.answers import Request
 from benchmarks.failure_rig import Client, Rig
-from benchmarks.streams import Request, mixed_requests
+from benchmarks.streams import mixed_requests
 from controlplane.serving import Instance
 
 __all__ = ["FAILURES", "STATES", "Failure", "Run", "State", "base_requests", "impossible"]

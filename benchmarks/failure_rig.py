@@ -18,8 +18,9 @@ from typing import Any
 
 import httpx
 
+from benchmarks.answers import Answer, Request
 from benchmarks.live_migration import TERMINAL
-from benchmarks.streams import Answer, Request, run_requests
+from benchmarks.streams import run_requests
 from controlplane.serving import Instance, InstanceOptions
 from controlplane.supervisor import Stack, StackOptions
 

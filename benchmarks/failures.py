@@ -26,11 +26,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.answers import Answer
 from benchmarks.demo_models import tiny_model
 from benchmarks.exactness import compare
 from benchmarks.failure_cells import FAILURES, STATES, Failure, Run, State, base_requests, impossible
 from benchmarks.failure_rig import LEASE_S, STEP_DELAY_S, Client, NeverHappened, Rig
-from benchmarks.streams import Answer
 
 __all__ = ["Cell", "run_cell"]
 
