@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from vllm_plugin.sources import assigned_attributes, class_in
+from vllm_plugin.sources import assigned_attributes
 
 __all__ = ["Unpacked"]
 
@@ -32,7 +32,8 @@ class Unpacked:
 
     def has(self, path: str) -> bool:
         module, _, name = path.partition(":")
-        return not name or name in _defined(self._module(module)) or bool(self._imported(module, name))
+        tree = self._module(module)  # Raises where there is none.
+        return not name or name in _defined(tree) or bool(self._imported(module, name))
 
     def parameters(self, path: str, method: str) -> set[str]:
         arguments = self._method(path, method)[1].args
@@ -77,13 +78,13 @@ class Unpacked:
 
     def _class(self, path: str) -> tuple[str, ast.ClassDef]:
         module, _, name = path.partition(":")
-        try:
-            return module, class_in(self.module_text(module), name)
-        except LookupError:
-            origin = self._imported(module, name)
-            if origin is None:
-                raise
-            return self._class(origin)
+        for node in self._module(module).body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                return module, node
+        origin = self._imported(module, name)
+        if origin is None:
+            raise LookupError(path)
+        return self._class(origin)
 
     def _family(self, path: str) -> Iterator[tuple[str, ast.ClassDef]]:
         """The class and those of its bases that the sources hold, nearest first."""
