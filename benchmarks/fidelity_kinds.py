@@ -5,8 +5,8 @@ from __future__ import annotations
 from benchmarks.kinds import Kind
 from benchmarks.kinds_answers import ANSWERS, REASONING
 from benchmarks.kinds_sampling import SAMPLING
-from benchmarks.kinds_states import REFUSED, STATES
+from benchmarks.kinds_states import ADAPTERS, REFUSED, STATES
 
 __all__ = ["KINDS", "Kind"]
 
-KINDS: list[Kind] = [*SAMPLING, *ANSWERS, *REASONING, *STATES, *REFUSED]
+KINDS: list[Kind] = [*SAMPLING, *ANSWERS, *REASONING, *STATES, *ADAPTERS, *REFUSED]

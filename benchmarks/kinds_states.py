@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.kinds import CHAT, RESPONSES, TEXT, Kind, prompt
 
-__all__ = ["REFUSED", "STATES", "STATIC"]
+__all__ = ["ADAPTERS", "REFUSED", "STATES", "STATIC"]
 
 
 def _shared(number: int) -> str:
@@ -18,6 +18,15 @@ STATES: list[Kind] = [
     Kind("prompts with a common beginning", TEXT, {"temperature": 1.0, "seed": 51}, text=_shared, copies=3),
     Kind("priority", CHAT, {"temperature": 0, "priority": 3}),
     Kind("ends in the step of the freeze", TEXT, {"temperature": 0, "max_tokens": 40}, copies=3, ends=True),
+]
+
+ADAPTERS: list[Kind] = [
+    Kind("LoRA adapter, greedy", CHAT, {"temperature": 0, "model": "warm"}, stack="lora"),
+    Kind("LoRA adapter, seeded, not streamed", TEXT, {"temperature": 0.9, "seed": 52, "model": "warm"}).but(
+        stack="lora", streamed=False
+    ),
+    Kind("another LoRA adapter beside it", CHAT, {"temperature": 0.7, "seed": 53, "model": "cold"}, stack="lora"),
+    Kind("the base model beside adapters", TEXT, {"temperature": 0}, stack="lora"),
 ]
 
 REFUSED: list[Kind] = [

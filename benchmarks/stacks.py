@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.demo_models import chat_model
+from benchmarks.demo_models import chat_model, lora_adapter
 from controlplane.serving import InstanceOptions
 from controlplane.supervisor import Stack, StackOptions
 
@@ -27,12 +27,14 @@ class Setup:
 
     Attributes:
         arguments: appended to `vllm serve`.
+        adapters: names of LoRA adapters to serve beside the model.
         thinking: the tokenizer has tokens for the ends of a reasoning.
         max_num_seqs: run slots.
         kv_blocks: size of the KV cache, None for the usual one.
     """
 
     arguments: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
     thinking: bool = False
     max_num_seqs: int = 16
     kv_blocks: int | None = None
@@ -44,11 +46,15 @@ class Setup:
             model=str(_thinking_model(model, folder) if self.thinking else model),
             served_model_name=MODEL,
             max_num_seqs=self.max_num_seqs,
-            arguments=self.arguments,
+            arguments=(*self.arguments, *self._adapter_arguments(model)),
         )
         if self.kv_blocks is None:
             return options
-        return InstanceOptions(**{**vars(options), "kv_cache_bytes": self.kv_blocks * _BLOCK_BYTES})
+        return replace(options, kv_cache_bytes=self.kv_blocks * _BLOCK_BYTES)
+
+    def _adapter_arguments(self, model: Path) -> list[str]:
+        modules = [f"{name}={lora_adapter(model, seed)}" for seed, name in enumerate(self.adapters, 1)]
+        return ["--enable-lora", "--max-loras", str(len(modules)), "--lora-modules", *modules] if modules else []
 
 
 STACKS: dict[str, Setup] = {
@@ -56,6 +62,7 @@ STACKS: dict[str, Setup] = {
         ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--scheduling-policy", "priority"),
     ),
     "reasoning": Setup(("--reasoning-parser", "deepseek_r1"), thinking=True),
+    "lora": Setup(adapters=("warm", "cold")),
     # Few run slots, few blocks, and a step in which no long prompt has room. Nothing seeded may run here: see
     # `serve_command` about what vLLM's CPU build does when a seeded request's prompt is split.
     "crowded": Setup(("--max-num-batched-tokens", "256"), max_num_seqs=6, kv_blocks=24),

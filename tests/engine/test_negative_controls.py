@@ -1,23 +1,52 @@
-"""The comparison notices what it is there for: with a piece of state left behind, it reports the difference."""
+"""The comparison notices what it is there for: with a piece of state left behind, the row of that piece fails."""
 
 from __future__ import annotations
 
-from benchmarks.streams import Request, mixed_requests
+from benchmarks.exactness import Verdict
+from benchmarks.fidelity import batch_of
+from benchmarks.fidelity_kinds import KINDS
+from benchmarks.live_migration import MigrationRun
 from tests.engine.conftest import RunningStack
 
+#: Piece of state, the row that depends on it, and what that row says without it.
+PIECES = {
+    "random generator": ("seeded, temperature 1", "token ids differ"),
+    "penalties": ("presence_penalty", "token ids differ"),
+    "split between prompt and output": ("stop_token_ids that end the answer", "token ids differ"),
+    "grammar": ("structured output: JSON schema", "differ"),
+    "log-probabilities": ("logprobs, chat, top_logprobs 4", "log-probabilities"),
+}
 
-def _of_kinds(requests: list[Request], *kinds: str) -> list[Request]:
-    return [request for request in requests if request.name in kinds]
+
+def _moved(stack: RunningStack, names: list[str], salt: int) -> tuple[dict[str, Verdict], MigrationRun]:
+    kinds = [next(kind for kind in KINDS if kind.name == name) for name in names]
+    run = stack.migrate_under_load(batch_of(kinds, salt), start_after_tokens=6)
+    assert run.migration.job["state"] == "done", run.migration.job
+    found = dict(zip(names, run.verdicts, strict=True))
+    for name, verdict in found.items():
+        assert verdict.cut_at is not None, f"{name} was not moved: {run.migration.requests}"
+    return found, run
+
+
+def test_each_piece_of_state_that_is_left_behind_spoils_its_row(stack: RunningStack) -> None:
+    names = ["greedy, chat", *(name for name, _ in PIECES.values())]
+    source, target = stack.remember_roles()
+    with (
+        stack.faults(source, drop_generator=True, drop_logprobs=True),
+        stack.faults(target, drop_output_split=True, skip_grammar=True),
+    ):
+        found, _ = _moved(stack, names, salt=94)
+    # Greedy sampling depends on none of these.
+    assert found["greedy, chat"].exact, found["greedy, chat"]
+    for piece, (name, sentence) in PIECES.items():
+        assert any(sentence in one for one in found[name].differences), f"{piece}: {found[name]}"
 
 
 def test_a_tail_block_that_is_not_sent_again_is_noticed(stack: RunningStack) -> None:
-    requests = _of_kinds(mixed_requests(8, tokens=160, salt=31), "greedy", "penalties", "seeded")
-    with stack.faults(stack.active(), skip_tail=True):
-        run = stack.migrate_under_load(requests)
-
-    assert run.migration.job["state"] == "done", run.migration.job
-    assert all(verdict.cut_at is not None for verdict in run.verdicts)
-    wrong = [verdict for verdict in run.verdicts if any("token ids differ" in one for one in verdict.differences)]
+    with stack.faults(stack.remember_roles()[0], skip_tail=True):
+        names = ["greedy, text completion", "greedy, chat", "repetition_penalty"]
+        found, run = _moved(stack, names, salt=95)
+    wrong = [verdict for verdict in found.values() if any("token ids differ" in one for one in verdict.differences)]
     assert wrong, "no stream noticed that the last block was missing"
     for verdict, answer, reference in zip(run.verdicts, run.answers, run.references, strict=True):
         cut = verdict.cut_at
@@ -25,12 +54,15 @@ def test_a_tail_block_that_is_not_sent_again_is_noticed(stack: RunningStack) -> 
         assert answer.token_ids[:cut] == reference.token_ids[:cut], f"{verdict.name} went wrong before its cut"
 
 
-def test_a_random_state_that_is_left_behind_is_noticed(stack: RunningStack) -> None:
-    requests = _of_kinds(mixed_requests(8, tokens=160, salt=32), "greedy", "seeded", "seeded-top")
-    with stack.faults(stack.active(), drop_generator=True):
-        run = stack.migrate_under_load(requests)
+def test_a_detokenizer_that_is_not_told_the_last_token_is_noticed(stack: RunningStack) -> None:
+    with stack.faults(stack.remember_roles()[1], drop_replay_tail=True):
+        found, _ = _moved(stack, ["greedy, chat"], salt=96)
+    assert found["greedy, chat"].differences, found
 
-    assert run.migration.job["state"] == "done", run.migration.job
-    by_name = {verdict.name: verdict for verdict in run.verdicts}
-    assert by_name["greedy"].exact, by_name["greedy"].differences
-    assert any("token ids differ" in one for one in by_name["seeded"].differences), by_name["seeded"]
+
+def test_nothing_is_noticed_when_nothing_is_left_behind(stack: RunningStack) -> None:
+    stack.remember_roles()
+    names = [name for name, _ in PIECES.values()]
+    found, _ = _moved(stack, names, salt=97)
+    for name, verdict in found.items():
+        assert verdict.exact, f"{name}: {verdict.differences}"
