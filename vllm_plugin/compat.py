@@ -11,6 +11,7 @@ hides it. Paths in comments are relative to the installed `vllm` package.
 
 from __future__ import annotations
 
+import ast
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,6 +77,7 @@ _PATHS = {
     **_NAMES,
     "AsyncMPClient": "vllm.v1.engine.core_client:AsyncMPClient",
     "BlockPool": "vllm.v1.core.block_pool:BlockPool",
+    "LoRARequest": "vllm.lora.request:LoRARequest",
     "NewRequestData": "vllm.v1.core.sched.output:NewRequestData",
     "StructuredOutputManager": "vllm.v1.structured_output:StructuredOutputManager",
     "StructuredOutputRequest": "vllm.v1.structured_output.request:StructuredOutputRequest",
@@ -135,6 +137,14 @@ def _runner_keeps_requests(sources: Sources) -> bool:
     return "requests" in assigned_attributes(runner)
 
 
+def _front_end_tells(sources: Sources) -> bool:
+    # Read, not imported: engine and workers have no use for the API server's classes.
+    models = class_in(sources.module_text("vllm.entrypoints.openai.models.serving"), "OpenAIServingModels")
+    client = class_in(sources.module_text("vllm.v1.engine.async_llm"), "AsyncLLM")
+    methods = {part.name for part in client.body if isinstance(part, ast.FunctionDef)}
+    return "lora_requests" in assigned_attributes(models) and "tokenizer" in methods
+
+
 _PROBES: dict[str, Probe] = {
     **{f"name.{name}": _name(name) for name in _NAMES},
     # Overridden or called on the scheduler (v1/core/sched/scheduler.py).
@@ -161,6 +171,7 @@ _PROBES: dict[str, Probe] = {
         "scheduler_config",
         "kv_cache_config",
         "kv_cache_manager",
+        "lora_config",
         "block_size",
         "log_stats",
         "structured_output_manager",
@@ -188,6 +199,9 @@ _PROBES: dict[str, Probe] = {
         "client_index",
         "status",
         "sampling_params",
+        "arrival_time",
+        "priority",
+        "cache_salt",
         "prompt_token_ids",
         "num_prompt_tokens",
         "num_computed_tokens",
@@ -242,8 +256,12 @@ _PROBES: dict[str, Probe] = {
     "engine_core_outputs.fields": _members("EngineCoreOutputs", "outputs"),
     "logprobs_lists.fields": _members("LogprobsLists", "logprob_token_ids", "logprobs", "sampled_token_ranks"),
     # The worker's half: the V1 runner resumes what is in its `requests`, the V2 runner what the scheduler sends.
+    # What is read to compare two front ends, and the adapter of a request.
+    "front_end": _front_end_tells,
+    "lora_request.fields": _members("LoRARequest", "lora_name", "lora_int_id", "lora_path"),
     "cached_request_state.fields": _members(
         "CachedRequestState",
+        "lora_request",
         "req_id",
         "prompt_token_ids",
         "mm_features",
