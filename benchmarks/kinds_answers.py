@@ -199,6 +199,10 @@ ANSWERS += [
 ]
 
 
+ANSWERS = [kind.but(stack="tools") if "tools" in kind.fields else kind for kind in ANSWERS]
+ANSWERS.append(Kind("no tools, on an instance with a tool parser", CHAT, {"temperature": 0}, stack="tools"))
+
+
 def _thinking(bias: float, **fields: Any) -> dict[str, Any]:
     """Sampling in which the reasoning ends: seldom, sooner or at once, as the bias for its last token says."""
     return {"temperature": 1.0, "logit_bias": {str(END_OF_REASONING): bias}, **fields}

@@ -21,12 +21,12 @@ STATES: list[Kind] = [
 ]
 
 ADAPTERS: list[Kind] = [
-    Kind("LoRA adapter, greedy", CHAT, {"temperature": 0, "model": "warm"}, stack="lora"),
+    Kind("LoRA adapter, greedy", CHAT, {"temperature": 0, "model": "warm"}, stack="tools"),
     Kind("LoRA adapter, seeded, not streamed", TEXT, {"temperature": 0.9, "seed": 52, "model": "warm"}).but(
-        stack="lora", streamed=False
+        stack="tools", streamed=False
     ),
-    Kind("another LoRA adapter beside it", CHAT, {"temperature": 0.7, "seed": 53, "model": "cold"}, stack="lora"),
-    Kind("the base model beside adapters", TEXT, {"temperature": 0}, stack="lora"),
+    Kind("another LoRA adapter beside it", CHAT, {"temperature": 0.7, "seed": 53, "model": "cold"}, stack="tools"),
+    Kind("the base model beside adapters", TEXT, {"temperature": 0}, stack="tools"),
 ]
 
 REFUSED: list[Kind] = [

@@ -58,11 +58,10 @@ class Setup:
 
 
 STACKS: dict[str, Setup] = {
-    "plain": Setup(
-        ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--scheduling-policy", "priority"),
-    ),
+    "plain": Setup(("--scheduling-policy", "priority")),
+    # With a tool parser every chat goes through it, tools or not.
+    "tools": Setup(("--enable-auto-tool-choice", "--tool-call-parser", "hermes"), adapters=("warm", "cold")),
     "reasoning": Setup(("--reasoning-parser", "deepseek_r1"), thinking=True),
-    "lora": Setup(adapters=("warm", "cold")),
     # Few run slots, few blocks, and a step in which no long prompt has room. Nothing seeded may run here: see
     # `serve_command` about what vLLM's CPU build does when a seeded request's prompt is split.
     "crowded": Setup(("--max-num-batched-tokens", "256"), max_num_seqs=6, kv_blocks=24),
