@@ -77,6 +77,7 @@ class MigrationWorker:
                 block_ids=tuple(list(group) for group in install["block_ids"]),
                 num_computed_tokens=install["computed_tokens"],
                 output_token_ids=list(install["output_token_ids"]),
+                lora_request=install["lora_request"],
             )
 
     def _vllm_hi_generator(self, state: bytes | None) -> torch.Generator | None:
@@ -124,7 +125,9 @@ def _weights_fingerprint(model_runner: Any) -> str:
     """SHA-256 over names, shapes and evenly spaced samples of all parameters: tells two fine-tunes of one architecture
     apart in milliseconds; it is no proof that two models are equal."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model_runner.get_model().named_parameters()):
+    # An engine that may load adapters wraps its layers; their weights are the same.
+    named = {name.replace(".base_layer", ""): one for name, one in model_runner.get_model().named_parameters()}
+    for name, parameter in sorted(named.items()):
         flat = parameter.detach().reshape(-1)
         step = max(1, flat.numel() // FINGERPRINT_SAMPLES)
         digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
