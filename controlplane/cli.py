@@ -212,18 +212,24 @@ def _publish_credentials(stack: Stack) -> None:
 def _doctor() -> int:
     good = report(check_start())
     # In a process of its own: the panel's code does not import vLLM, and importing it takes seconds.
-    script = "import json; from vllm_plugin.compat import probes; print(json.dumps(probes()))"
+    script = (
+        "import json; from vllm_plugin.compat import probes, vllm_version;print(json.dumps([vllm_version(), probes()]))"
+    )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     if result.returncode != 0:
         print(
             "  note  vLLM cannot be looked at here: " + (result.stderr.strip().splitlines() or ["no reason given"])[-1]
         )
         return 0 if good else 1
-    for name, value in json.loads(result.stdout.splitlines()[-1]).items():
-        mark = "ERROR" if value is False else "ok   "
-        good = good and value is not False
-        print(f"  {mark} {name}: {value}")
-    return 0 if good else 1
+    version, probes = json.loads(result.stdout.splitlines()[-1])
+    missing = [name for name, found in probes.items() if not found]
+    for name, found in probes.items():
+        print(f"  ok    probe {name}" if found else f"  ERROR probe {name}: this vLLM does not have it")
+    if missing:
+        print(f"  ERROR vLLM {version} serves, and migration answers 501: it lacks {', '.join(missing)}.")
+    else:
+        print(f"  ok    vLLM {version} has all that migration needs ({len(probes)} probes).")
+    return 0 if good and not missing else 1
 
 
 def _say(line: str) -> None:
