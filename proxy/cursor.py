@@ -6,7 +6,8 @@ So nothing here goes by events. An answer has channels (the text of a choice or 
 tool call, token ids, log probabilities); each leg has a position on every channel and the client has one; what lies
 behind the client's position is dropped, the rest is forwarded.
 
-Invariant: on every channel the client's position is what it has been sent, and no position ever moves back.
+Invariant: on every channel the client's position is what it has been sent, and no position ever moves back. Text that a
+later leg repeats is compared with what the client has: a leg that tells another story is never joined to it.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class AnswerCut(ABC):
         self.done = False
         self.advances = 0
         self._have: dict[Hashable, int] = {}
+        self._texts: dict[Hashable, list[str]] = {}
         self._begun = False
 
     @property
@@ -174,23 +176,33 @@ class AnswerCut(ABC):
         return head + b"data: " + after + b"\n\n"
 
     def _trim_text(self, cursor: Cursor, channel: Hashable, owner: Json, name: str) -> bool:
-        """Removes what the client has from the text `owner[name]`; says whether something is left."""
+        """Removes what the client has from the text `owner[name]`; says whether something is left.
+
+        Raises:
+            LegsDiffer: what it removes is not what the client has.
+        """
         text = owner.get(name)
         if not isinstance(text, str):
             return False
-        skip = self._skip(cursor, channel, len(text))
+        start, skip = self._skip(cursor, channel, len(text))
+        pieces = self._texts.setdefault(channel, [])
         if skip:
+            pieces[:] = ["".join(pieces)]
+            if pieces[0][start : start + skip] != text[:skip]:
+                raise LegsDiffer(f"the text of {channel} is another one within characters {start} to {start + skip}")
             owner[name] = text[skip:]
+        if skip < len(text):
+            pieces.append(text[skip:])
         return skip < len(text)
 
-    def _skip(self, cursor: Cursor, channel: Hashable, count: int) -> int:
-        """Moves the leg on by `count`; returns how much of that the client has."""
+    def _skip(self, cursor: Cursor, channel: Hashable, count: int) -> tuple[int, int]:
+        """Moves the leg on by `count`; returns where it was, and how much of that the client has."""
         start, end = cursor.advance(channel, count)
         have = self._have.get(channel, 0)
         if end > have:
             self._have[channel] = end
             self.advances += 1
-        return min(max(have - start, 0), count)
+        return start, min(max(have - start, 0), count)
 
 
 def encode_event(kind: str, document: Json) -> bytes:

@@ -69,8 +69,6 @@ class Cut(AnswerCut):
     def _trim_choice(self, cursor: Cursor, choice: Json) -> bool:
         """Removes what the client has from one choice; says whether something new is in it."""
         index = choice.get("index", 0)
-        if index in self._finished and not cursor.first:
-            return False
         news = self._trim_text(cursor, (index, "text"), choice, "text")
         delta = choice.get("delta")
         if isinstance(delta, dict):
@@ -125,7 +123,7 @@ class Cut(AnswerCut):
         if not isinstance(entries, list):
             return False
         count = len(entries)
-        skip = self._skip(cursor, (index, "logprobs"), count)
+        _, skip = self._skip(cursor, (index, "logprobs"), count)
         if skip == count and count:
             choice["logprobs"] = None
         elif skip:
@@ -139,7 +137,7 @@ class Cut(AnswerCut):
             return False
         count = len(ids)
         cursor.tokens += count
-        skip = self._skip(cursor, (index, _TOKENS), count)
+        _, skip = self._skip(cursor, (index, _TOKENS), count)
         self._token_ids[index] = self._token_ids.get(index, 0) + count - skip
         if skip:
             choice[_TOKENS] = ids[skip:]

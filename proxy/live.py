@@ -50,6 +50,10 @@ class LiveStreams:
         while len(self._outcomes) > REMEMBERED:
             self._outcomes.popitem(last=False)
 
+    def decided(self, ticket: str) -> bool:
+        """Whether a second leg with this ticket was opened and has ended, one way or the other."""
+        return ticket in self._outcomes
+
     def outcome(self, ticket: str) -> Outcome:
         """Returns the outcome of a ticket that has no open second leg any more."""
         return self._outcomes.get(ticket, "discarded")

@@ -168,6 +168,9 @@ class LiveStream:
             if refused is not None:
                 link.send(LegOpened(message.call, False, refused.code, refused.message))
                 return
+            if self._context.live.decided(message.ticket):
+                link.send(LegOpened(message.call, False, "ticket_used", "the handover under this ticket was decided"))
+                return
             routing = self._context.routing
             instance_id = routing.instance_at(message.base_url)
             if instance_id is not None and not routing.connected(instance_id):
@@ -218,9 +221,10 @@ class LiveStream:
     def producing(self, message: Producing) -> None:
         """Switches to leg two, unless A had resumed.
 
-        Where no token ids are on the wire it cannot be seen whether the client is ahead of B. It never is as long as A
-        resumes only after B's refusal or the end of leg two, and A's last resort (10 s) is far beyond the patience that
-        ends leg two. If it is nevertheless, the client waits until B has computed the same characters again.
+        Where no token ids are on the wire it cannot be seen whether the client is ahead of B. It is not as long as A
+        resumes only after B's refusal or the end of leg two: the patience ends that long before A's last resort. If it
+        is nevertheless, the client waits until B has computed the same characters again, and the cut makes sure that
+        they are the same.
         """
         second = self._matching(message.ticket)
         if second is None or self._over:

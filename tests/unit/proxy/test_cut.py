@@ -267,3 +267,17 @@ def test_without_token_ids_on_the_wire_news_is_counted() -> None:
     out = relay(cut, events_, [chunk({"content": "abcd"})])
     assert b"prompt_token_ids" in out, "an echo brings them uncalled"
     assert (cut.counted, cut.tokens) == (False, 3)
+
+
+# -- legs that differ --------------------------------------------------------------------------------------------------
+
+
+def test_a_leg_with_another_text_is_never_joined_to_what_the_client_has() -> None:
+    cut = Cut(wants_token_ids=False)
+    first = cut.feed(cut.cursor(), chunk({"content": "one "}) + chunk({"content": "two"}))
+    cursor = cut.cursor()
+    passed = cut.feed(cursor, chunk({"content": "one too many"}) + event("[DONE]"))
+    assert read_stream(first.ready).text == "one two"
+    assert (cursor.differs, passed.ready) == (True, b"")
+    assert [error["code"] for error in read_stream(passed.failed).errors] == ["upstream_lost"]
+    assert not cut.done

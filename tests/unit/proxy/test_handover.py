@@ -185,6 +185,18 @@ async def test_there_is_only_one_second_leg(rig: Rig) -> None:
     assert len(rig.b.generations) == 1
 
 
+async def test_a_ticket_opens_one_leg_and_never_another(rig: Rig) -> None:
+    exchange = rig.client.chat()
+    on_a, on_b = await rig.attach()
+    rig.a.send(CloseLeg(on_a.stream_id, TICKET, "abort"))
+    await gone(on_b)
+    rig.a.send(OpenLeg(2, on_a.stream_id, TICKET, rig.b.base_url))
+    opened = await rig.a.expect(LegOpened, 1)
+    assert (opened.call, opened.ok, opened.code) == (2, False, "ticket_used")
+    assert len(rig.b.generations) == 1
+    await stays_on_a(rig, exchange, on_a)
+
+
 async def test_an_instance_that_cannot_be_reached_is_reported(rig: Rig) -> None:
     exchange = rig.client.chat()
     on_a = await rig.a.generation()
