@@ -16,7 +16,7 @@ from benchmarks.failure_rig import Client, Rig
 from benchmarks.streams import mixed_requests
 from controlplane.serving import Instance
 
-__all__ = ["FAILURES", "STATES", "Failure", "Run", "State", "base_requests", "impossible"]
+__all__ = ["FAILURES", "STATES", "TOKENS", "Failure", "Run", "State", "base_requests", "impossible"]
 
 #: What a client must get: the whole answer, token by token that of an undisturbed run; an error in the protocol's
 #: shape after a correct beginning; a broken connection.
@@ -139,7 +139,7 @@ class Failure:
         return self.fates.get(state, self.fates.get("", "exact"))
 
 
-def base_requests(tokens: int = TOKENS) -> list[Request]:
+def base_requests(tokens: int) -> list[Request]:
     """Greedy, seeded, penalised, and a non-streamed one: one wave."""
     return mixed_requests(3, tokens=tokens, salt=700, whole=1)
 

@@ -24,12 +24,10 @@ from benchmarks.streams import run_requests
 from controlplane.serving import Instance, InstanceOptions
 from controlplane.supervisor import Stack, StackOptions
 
-__all__ = ["LEASE_S", "STEP_DELAY_S", "Client", "NeverHappened", "Rig", "environment"]
+__all__ = ["LEASE_S", "Client", "NeverHappened", "Rig", "environment"]
 
 #: Seconds. The leases of this rig, shorter than an operator's so that the table is done in minutes.
 LEASE_S = 8.0
-#: Seconds that each step of an engine takes longer: without it a small model has said everything before it is moved.
-STEP_DELAY_S = 0.015
 #: Seconds. For what never happens; nothing is measured by it.
 GIVE_UP_S = 90.0
 RESTART_S = 300.0
@@ -75,10 +73,13 @@ def environment() -> dict[str, str]:
 
 @dataclass
 class Rig:
-    """`references`: undisturbed answers by request body."""
+    """`step_delay_s`: seconds that each step of an engine takes longer during a cell; without them a small model has
+    said everything before it is moved. `references`: undisturbed answers by request body."""
 
     stack: Stack
     http: httpx.AsyncClient
+    model: str = MODEL
+    step_delay_s: float = 0.015
     references: dict[str, Answer] = field(default_factory=dict)
 
     @classmethod
@@ -176,8 +177,9 @@ class Rig:
         return status["session"] is None and bool(status["proxies"]) and not any(map(status["requests"].get, _IDLE))
 
     async def forget_prefixes(self, instance: Instance) -> bool:
-        """Empties the prefix cache; False when somebody still holds a block."""
-        return bool((await self.instance(instance, "/reset_prefix_cache", {}))["success"])
+        """Empties the prefix cache; False when somebody still holds a block. Does nothing without vLLM's calls for
+        developers."""
+        return bool((await self.instance(instance, "/reset_prefix_cache", {})).get("success", True))
 
     # -- load ----------------------------------------------------------------------------------------------------------
 
@@ -185,7 +187,7 @@ class Rig:
         clients = []
         for request in requests:
             live: list[Answer] = []
-            work = run_requests(self.stack.url, MODEL, [request], progress=live.extend)
+            work = run_requests(self.stack.url, self.model, [request], progress=live.extend)
             clients.append(Client(request, asyncio.create_task(work), live))
         return clients
 
@@ -194,14 +196,14 @@ class Rig:
         keys = [request.path + json.dumps(request.body, sort_keys=True) for request in requests]
         missing = [(key, request) for key, request in zip(keys, requests, strict=True) if key not in self.references]
         if missing:
-            answers = await run_requests(self.stack.url, MODEL, [request for _, request in missing])
+            answers = await run_requests(self.stack.url, self.model, [request for _, request in missing])
             self.references |= {key: answer for (key, _), answer in zip(missing, answers, strict=True)}
         return [self.references[key] for key in keys]
 
     async def occupy(self, instance: Instance, prompt_tokens: int, tokens: int) -> None:
         """One request straight to an instance's own port, past the proxy; returns at its end."""
         body = {
-            "model": MODEL,
+            "model": self.model,
             "prompt": [1000 + (time.monotonic_ns() + place) % 40000 for place in range(prompt_tokens)],
             "max_tokens": tokens,
             "ignore_eos": True,

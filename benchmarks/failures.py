@@ -29,8 +29,8 @@ from typing import Any
 from benchmarks.answers import Answer
 from benchmarks.demo_models import tiny_model
 from benchmarks.exactness import compare
-from benchmarks.failure_cells import FAILURES, STATES, Failure, Run, State, base_requests, impossible
-from benchmarks.failure_rig import LEASE_S, STEP_DELAY_S, Client, NeverHappened, Rig
+from benchmarks.failure_cells import FAILURES, STATES, TOKENS, Failure, Run, State, base_requests, impossible
+from benchmarks.failure_rig import LEASE_S, Client, NeverHappened, Rig
 
 __all__ = ["Cell", "run_cell"]
 
@@ -62,26 +62,26 @@ class Cell:
         return not self.problems
 
 
-async def run_cell(rig: Rig, state: State, failure: Failure) -> Cell:
-    """Runs one cell on a settled rig and leaves the rig settled again."""
+async def run_cell(rig: Rig, state: State, failure: Failure, tokens: int = TOKENS) -> Cell:
+    """Runs one cell on a settled rig, with that many tokens for each client, and leaves the rig settled again."""
     cell = Cell(state.name, failure.name)
     try:
-        await _run(rig, state, failure, cell)
+        await _run(rig, state, failure, cell, tokens)
     except NeverHappened as never:
         cell.problems.append(str(never))
     return cell
 
 
-async def _run(rig: Rig, state: State, failure: Failure, cell: Cell) -> None:
+async def _run(rig: Rig, state: State, failure: Failure, cell: Cell, tokens: int) -> None:
     source, target = await rig.settled()
-    requests = failure.requests(state.name) if failure.requests else base_requests()
+    requests = failure.requests(state.name) if failure.requests else base_requests(tokens)
     references = await rig.undisturbed(requests)
     for instance in (source, target):
         if not await rig.forget_prefixes(instance):
             raise NeverHappened(f"the prefix cache of {instance.letter} could not be emptied before the cell")
     free = {instance.letter: await rig.free_blocks(instance) for instance in (source, target)}
     others = [asyncio.create_task(rig.occupy(source, 16, 1900))] if state.name == "moved" else []
-    slow = {"step_delay_s": STEP_DELAY_S}
+    slow = {"step_delay_s": rig.step_delay_s}
     await rig.faults(source, **slow, **{**state.source, **failure.source.get(state.name, {})})
     await rig.faults(target, **slow, **{**state.target, **failure.target.get(state.name, {})})
     clients = rig.start(requests)
@@ -108,7 +108,7 @@ async def _watch(run: Run, failure: Failure, cell: Cell) -> None:
     living = [one for one in (run.source, run.target) if one.process.running]
     if failure.waits:
         for instance in living:
-            await rig.faults(instance, step_delay_s=STEP_DELAY_S)
+            await rig.faults(instance, step_delay_s=rig.step_delay_s)
 
         async def let_go() -> bool:
             held = [(await rig.status(one))["requests"] for one in living]

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
-from benchmarks.streams import Request, mixed_requests
+from benchmarks.answers import Answer, Request
+from benchmarks.exactness import compare
+from benchmarks.streams import mixed_requests
+from controlplane.serving import Instance
 from tests.engine.conftest import RunningStack
+from tests.engine.impostors import ByHand, Impostor, Relay, data_port
+from vllm_plugin.messages import Commit, Grown, SessionOpened, Write, Written, decode_data
+from vllm_plugin.wire import PROTOCOL_VERSION, Auth, FrameSocket, Hello, Refused, answer_hello, encode_frame
 
 
 def test_garbage_on_the_data_and_control_ports(stack: RunningStack) -> None:
@@ -88,3 +99,277 @@ def _several() -> dict[str, object]:
         "temperature": 0.8,
         "seed": 9,
     }
+
+
+# -- tickets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impostor(stack: RunningStack) -> Iterator[Impostor]:
+    source, target = stack.remember_roles()
+    impostor = Impostor(stack, source, target)
+    yield impostor
+    impostor.close()
+
+
+def _redeem(target: Instance, body: dict[str, Any]) -> httpx.Response:
+    """A client that goes to B's own port."""
+    return httpx.post(target.base_url + "/v1/completions", json=body, timeout=30, trust_env=False)
+
+
+def _assert_error_without_tokens(answer: httpx.Response) -> None:
+    assert "token_ids" not in answer.text and "error" in answer.text, answer.text
+
+
+@pytest.mark.parametrize(
+    ("stream", "changes", "code"),
+    [
+        ("mine", {"prompt": "Another prompt altogether."}, "prompt_mismatch"),
+        ("mine", {"temperature": 0.7, "seed": 1}, "sampling_mismatch"),
+        ("mine", {"max_tokens": 300}, "sampling_mismatch"),
+        ("another", {}, "wrong_stream"),
+    ],
+)
+def test_a_ticket_for_another_body_or_by_another_client_is_refused_on_both_ends(
+    stack: RunningStack, impostor: Impostor, stream: str, changes: dict[str, Any], code: str
+) -> None:
+    source, target = stack.remember_roles()
+    free = stack.free_blocks(source), stack.free_blocks(target)
+    impostor.start("mine")
+    stack.until(lambda: len(impostor.tokens) > 5)
+    by_hand = ByHand(stack, f"ticket-{code}-{len(changes)}", source, target)
+    with by_hand.session(), ThreadPoolExecutor(1) as pool:
+        attaching = pool.submit(by_hand.call, "attach")
+        ticket = impostor.asked.get(timeout=30).ticket
+        _assert_error_without_tokens(_redeem(target, impostor.body(stream, ticket, **changes)))
+        attached = attaching.result(30).json()
+    assert attached["attached"] == []
+    assert [row["code"] for row in attached["refused"]] == [code]
+    assert attached["refused"][0]["message"].endswith(".")
+    # The source has never stopped.
+    assert impostor.over.wait(60) and len(impostor.tokens) == 260
+    stack.until(lambda: (stack.free_blocks(source), stack.free_blocks(target)) == free)
+
+
+def test_a_ticket_is_worth_nothing_a_second_time_nor_after_its_session(stack: RunningStack, impostor: Impostor) -> None:
+    source, target = stack.remember_roles()
+    free = stack.free_blocks(source), stack.free_blocks(target)
+    impostor.start("mine")
+    stack.until(lambda: len(impostor.tokens) > 5)
+    by_hand = ByHand(stack, "ticket-replayed", source, target)
+    with ThreadPoolExecutor(2) as pool:
+        with by_hand.session():
+            attaching = pool.submit(by_hand.call, "attach")
+            ticket = impostor.asked.get(timeout=30).ticket
+            first = pool.submit(_redeem, target, impostor.body("mine", ticket))
+            assert [row["ticket"] for row in attaching.result(30).json()["attached"]] == [ticket]
+            # The same ticket, body and stream again: the first stays parked, nobody gets its place.
+            _assert_error_without_tokens(_redeem(target, impostor.body("mine", ticket)))
+            assert stack.status(target)["requests"]["parked"] == 1
+            assert by_hand.call("round", round=0).json()["failed"] == []
+        assert "token_ids" not in first.result(30).text
+        # Its session is over.
+        _assert_error_without_tokens(_redeem(target, impostor.body("mine", ticket)))
+    assert impostor.over.wait(60) and len(impostor.tokens) == 260
+    assert stack.status(target)["requests"]["parked"] == 0
+    stack.until(lambda: (stack.free_blocks(source), stack.free_blocks(target)) == free)
+
+
+def test_a_ticket_that_nobody_redeems_in_time_leaves_the_request_on_the_source(
+    stack: RunningStack, impostor: Impostor
+) -> None:
+    source, target = stack.remember_roles()
+    impostor.start("mine")
+    stack.until(lambda: len(impostor.tokens) > 5)
+    by_hand = ByHand(stack, "ticket-late", source, target)
+    with by_hand.session(), ThreadPoolExecutor(1) as pool:
+        attaching = pool.submit(by_hand.call, "attach")
+        ticket = impostor.asked.get(timeout=30).ticket
+        refused = attaching.result(30).json()["refused"]
+        assert [row["code"] for row in refused] == ["attach_timeout"]
+        _assert_error_without_tokens(_redeem(target, impostor.body("mine", ticket)))
+    assert impostor.over.wait(60) and len(impostor.tokens) == 260
+
+
+def test_a_client_that_puts_a_ticket_into_its_body_is_served_like_any_other(stack: RunningStack) -> None:
+    (plain,) = mixed_requests(1, tokens=12, salt=63)
+    extra = {"vllm_hi_ticket": "made-up", "vllm_hi_stream": "somebody/else"}
+    with_ticket = Request("with-ticket", plain.path, {**plain.body, "vllm_xargs": extra})
+    one, other = stack.run([plain, with_ticket])
+    assert not other.error
+    assert other.token_ids == one.token_ids
+
+
+# -- a peer that lies ------------------------------------------------------------------------------------------------
+
+
+def _blocks_beyond_the_cache(message: Any) -> Any:
+    if isinstance(message, Grown):
+        for item in message.items:
+            item.block_ids = [1_000_000 + place for place in range(len(item.block_ids))]
+    return message
+
+
+def _blocks_too_few(message: Any) -> Any:
+    if isinstance(message, Grown):
+        for item in message.items:
+            item.block_ids = item.block_ids[:1]
+    return message
+
+
+def _more_computed_than_sent(message: Any) -> Any:
+    if isinstance(message, Commit):
+        for part in (part for item in message.items for part in item.parts):
+            part.computed_tokens += 100
+    return message
+
+
+def _tokens_left_out(message: Any) -> Any:
+    if isinstance(message, Commit):
+        for part in (part for item in message.items for part in item.parts):
+            part.output_tokens = part.output_tokens[:-1]
+    return message
+
+
+def _one_member_too_many(message: Any) -> Any:
+    if isinstance(message, Commit):
+        for item in message.items:
+            item.parts.append(item.parts[0])
+    return message
+
+
+@pytest.mark.parametrize(
+    ("lie", "codes"),
+    [
+        (_blocks_beyond_the_cache, {"target_lost"}),
+        (_blocks_too_few, {"window_too_small", "target_lost"}),
+        (_more_computed_than_sent, {"state_mismatch"}),
+        (_tokens_left_out, {"state_mismatch"}),
+        (_one_member_too_many, {"state_mismatch", "unknown_ticket"}),
+    ],
+)
+def test_a_peer_that_lies_about_sizes(stack: RunningStack, lie: Callable[[Any], Any], codes: set[str]) -> None:
+    source, target = stack.remember_roles()
+    requests = mixed_requests(2, tokens=200, salt=64)
+    references = stack.run(requests)
+    free = stack.free_blocks(source), stack.free_blocks(target)
+    relay = Relay(stack, target, lie)
+    by_hand = ByHand(stack, f"lie-{lie.__name__}", source, target, control_port=relay.port)
+    load = stack.load(requests)
+    try:
+        with by_hand.session():
+            assert len(by_hand.call("attach").json()["attached"]) == 2
+            rows = by_hand.call("round", round=0).json().get("failed", [])
+            rows += by_hand.call("handover").json().get("results", [])
+    finally:
+        relay.close()
+    assert {row["code"] for row in rows if row.get("outcome", "stayed") == "stayed"} <= codes, rows
+    assert len(rows) == 2 and all(row["message"].endswith(".") for row in rows), rows
+    _assert_undisturbed(stack, references, load.result(120))
+    stack.until(lambda: (stack.free_blocks(source), stack.free_blocks(target)) == free)
+    assert all(stack.status(one)["session"] is None for one in (source, target))
+
+
+def _assert_undisturbed(stack: RunningStack, references: list[Answer], answers: list[Answer]) -> None:
+    for reference, answer in zip(references, answers, strict=True):
+        verdict = compare(reference, answer)
+        assert verdict.exact, f"{verdict.name}: {verdict.differences}"
+
+
+@pytest.mark.parametrize("half", [True, False], ids=["dies-in-the-middle", "never-confirms"])
+def test_a_target_whose_worker_takes_half_a_block_and_dies(stack: RunningStack, half: bool) -> None:
+    source, target = stack.remember_roles()
+    requests = mixed_requests(1, tokens=200, salt=65)
+    references = stack.run(requests)
+    free = stack.free_blocks(source), stack.free_blocks(target)
+
+    def serve(frames: FrameSocket, message: Any) -> None:
+        assert isinstance(message, Write)
+        frames.receive_exactly(message.size // 2 if half else message.size)
+
+    with data_port(stack.join_token, serve) as port:
+
+        def elsewhere(message: Any) -> Any:
+            if isinstance(message, SessionOpened):
+                message.data_ports = [port for _ in message.data_ports]
+            return message
+
+        relay = Relay(stack, target, elsewhere)
+        load = stack.load(requests)
+        by_hand = ByHand(stack, f"half-{half}", source, target, control_port=relay.port)
+        with by_hand.session():
+            by_hand.call("attach")
+            failed = by_hand.call("round", round=0).json()["failed"]
+        relay.close()
+    assert [row["code"] for row in failed] == ["target_lost"], failed
+    _assert_undisturbed(stack, references, load.result(120))
+    stack.until(lambda: (stack.free_blocks(source), stack.free_blocks(target)) == free)
+
+
+def test_a_source_whose_worker_sends_half_a_block_and_dies(stack: RunningStack) -> None:
+    """B has allowed the session; what came is not used, and B goes on."""
+    source, target = stack.remember_roles()
+    free = stack.free_blocks(target)
+    status = stack.status(target)
+    seen: list[SessionOpened] = []
+
+    def note(message: Any) -> Any:
+        if isinstance(message, SessionOpened):
+            seen.append(message)
+        return message
+
+    relay = Relay(stack, target, note)
+    by_hand = ByHand(stack, "half-a-block", source, target, control_port=relay.port)
+    size = status["kv"]["bytes_per_block"]
+    with by_hand.session():
+        for message, code in (
+            (Write(seen[0].session, [7], size + 1), "size_mismatch"),
+            (Write(seen[0].session, [0], size), "bad_block"),
+            (Write("no such session", [7], size), "unknown_session"),
+        ):
+            frames = FrameSocket.dial("127.0.0.1", status["data_port"], stack.join_token, "worker", "liar")
+            frames.send(message)
+            answer = decode_data(frames.receive_body())
+            assert isinstance(answer, Written) and (answer.ok, answer.code) == (False, code)
+            frames.close()
+        frames = FrameSocket.dial("127.0.0.1", status["data_port"], stack.join_token, "worker", "liar")
+        frames.send(Write(seen[0].session, [status["kv"]["total_blocks"] - 1], size))
+        frames.sock.sendall(b"\x00" * (size // 2))
+        frames.close()
+    relay.close()
+    stack.until(lambda: stack.status(target)["session"] is None)
+    assert stack.free_blocks(target) == free
+    run = stack.migrate_under_load(mixed_requests(2, tokens=120, salt=66))
+    assert run.migration.job["state"] == "done", run.migration.job
+    assert all(verdict.exact for verdict in run.verdicts), run.verdicts
+
+
+def test_another_protocol_version_is_refused_with_a_reason_on_both_ends(stack: RunningStack) -> None:
+    source, target = stack.remember_roles()
+    # A towards a target of another version.
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def greet() -> None:
+        sock, _ = server.accept()
+        sock.sendall(encode_frame(Hello(PROTOCOL_VERSION + 1, b"n" * 32)))
+        sock.recv(4096)
+        sock.close()
+
+    greeting = threading.Thread(target=greet)
+    greeting.start()
+    by_hand = ByHand(stack, "other-version", source, target, control_port=server.getsockname()[1])
+    answer = by_hand.call("start", peer=by_hand.peer, lease_s=10)
+    greeting.join(30)
+    server.close()
+    assert answer.status_code in (409, 502), answer.text
+    assert f"protocol {PROTOCOL_VERSION + 1}" in answer.json()["error"]["message"]
+    # A source of another version towards B.
+    with socket.create_connection(("127.0.0.1", stack.status(target)["control_port"]), timeout=10) as sock:
+        frames = FrameSocket(sock)
+        hello = msgspec.msgpack.decode(frames.receive_body(), type=Hello)
+        auth = answer_hello(hello, stack.join_token, "peer", "somebody")
+        frames.send(Auth(PROTOCOL_VERSION + 1, auth.role, auth.name, auth.nonce, auth.mac))
+        refused = msgspec.msgpack.decode(frames.receive_body(), type=Refused)
+    assert refused.code == "protocol_mismatch" and str(PROTOCOL_VERSION + 1) in refused.message
+    assert all(stack.status(one)["session"] is None for one in (source, target))
+    assert not stack.run(mixed_requests(1, tokens=12, salt=67))[0].error
