@@ -42,7 +42,9 @@ __all__ = ["claim", "run"]
 logger = logging.getLogger(__name__)
 
 #: Reasons that pass by themselves: such a request is listed again a moment later.
-TRANSIENT_REASONS = frozenset({"not_decoding_yet", "preempted", "proxy_unreachable", "already_moving"})
+TRANSIENT_REASONS = frozenset(
+    {"already_moving", "grammar_not_ready", "incomplete", "preempted", "proxy_unreachable", "seeded_prefill"}
+)
 #: How often a request that stayed at its handover is tried again; each try costs its client a short pause.
 HANDOVER_TRIES = 3
 DRAIN_POLL_S = 0.25
@@ -51,12 +53,16 @@ ATTACH_RETRY_S = (0.5, 15.0)
 #: Refusals of the proxy that no waiting changes; only it has seen the request as the client sent it.
 LASTING_REFUSALS = frozenset(
     {
+        "background",
         "beam_search",
-        "echo",
+        "best_of",
+        "custom_tools",
+        "logprobs_follow_events",
         "not_a_movable_route",
+        "parser_not_chunk_invariant",
+        "previous_response",
         "prompt_logprobs",
-        "several_choices",
-        "tools",
+        "server_tools",
     }
 )
 

@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any
 
 from vllm_plugin.adapters import identity
-from vllm_plugin.eligibility import prompt_digest, queueing_digest, refusal, sampling_digest
+from vllm_plugin.eligibility import prompt_digest, queueing_digest, sampling_digest
 from vllm_plugin.errors import MigrationError
 from vllm_plugin.messages import Expect, Expectation, ExpectedMember
 from vllm_plugin.move import Member, Move
@@ -70,7 +70,7 @@ def _choose(
         if record is None and request_id not in scheduler.requests:
             refused.append({"request_id": request_id, "code": "unknown_request", "message": "The request has ended."})
             continue
-        why = refusal(record, record is not None and record.proxy in session.engine.proxies, session.engine.adapters)
+        why = session.engine.refusal(record)
         if why is not None or record is None:
             code, message = why or ("unknown_request", "The request has ended.")
             refused.append({"request_id": request_id, "code": code, "message": message})

@@ -139,15 +139,24 @@ class SchedulerListener(Protocol):
 
 @dataclass
 class MoveBook:
-    """records: members by request id. streams: what each leg runs, by (stream, ticket). frozen: ids that A does not
-    schedule. pinned: ids whose blocks somebody else reads (A) or writes (B) at this moment: freed only when unpinned.
-    quarantine: their blocks, once the request itself is gone. expected, parked: second legs on B by ticket, before and
-    after their first member has come. watched: requests committed on B whose stream has not produced yet."""
+    """What the scheduler knows of moves.
+
+    Attributes:
+        records: members by request id.
+        streams: what each leg runs, by (stream, ticket).
+        frozen: ids that A does not schedule.
+        held_back: those of them that were waiting, and are in no queue now.
+        pinned: ids whose blocks somebody else reads (A) or writes (B) at this moment: freed only when unpinned.
+        quarantine: their blocks, once the request itself is gone.
+        expected, parked: second legs on B by ticket, before and after their first member has come.
+        watched: requests committed on B whose stream has not made a step yet.
+    """
 
     records: dict[str, MemberRecord] = field(default_factory=dict)
     streams: dict[tuple[str, str], StreamRecord] = field(default_factory=dict)
     stream_of: dict[str, StreamRecord] = field(default_factory=dict)
     frozen: set[str] = field(default_factory=set)
+    held_back: set[str] = field(default_factory=set)
     pinned: set[str] = field(default_factory=set)
     quarantine: dict[str, Any] = field(default_factory=dict)
     expected: dict[str, Expectation] = field(default_factory=dict)

@@ -369,5 +369,23 @@ def enqueue_resumed(scheduler: Any, request: Any) -> None:
         scheduler.skipped_waiting.prepend_request(request)
 
 
+def enqueue_new(scheduler: Any, request: Any) -> None:
+    """Queues a request that owns no blocks, as vLLM does on its arrival."""
+    scheduler._enqueue_waiting_request(request)
+
+
+def take_from_queue(scheduler: Any, request: Any) -> None:
+    """Takes a waiting request out of whatever queue it is in; it stays in `requests`, so that an abort finds it."""
+    for queue in (scheduler.waiting, _first_queue(scheduler)):
+        queue.remove_requests([request])
+    if hasattr(scheduler, "deferred_waiting"):
+        scheduler.deferred_waiting.discard(request)
+
+
+def put_back_first(scheduler: Any, request: Any) -> None:
+    """Puts a request that was taken from its queue before all that wait."""
+    scheduler.waiting.prepend_request(request)
+
+
 def _first_queue(scheduler: Any) -> Any:
     return scheduler.kv_holding_waiting if hasattr(scheduler, "kv_holding_waiting") else scheduler.skipped_waiting

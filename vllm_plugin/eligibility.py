@@ -14,10 +14,12 @@ from vllm_plugin.book import StreamRecord
 __all__ = ["prompt_digest", "queueing_digest", "refusal", "sampling_digest"]
 
 #: Codes that pass by themselves: the same request can be asked about again a moment later.
-TRANSIENT = frozenset({"not_decoding_yet", "preempted", "proxy_unreachable"})
+TRANSIENT = frozenset({"grammar_not_ready", "incomplete", "preempted", "proxy_unreachable", "seeded_prefill"})
 
 
-def refusal(record: StreamRecord | None, proxy_connected: bool, adapters: Mapping[str, str]) -> tuple[str, str] | None:
+def refusal(
+    record: StreamRecord | None, proxy_connected: bool, adapters: Mapping[str, str], keeps_generators: bool
+) -> tuple[str, str] | None:
     """Returns (code, sentence) when what runs here for a client's request cannot move now, None when it can.
 
     `adapters`: fingerprints of the LoRA adapters that this instance serves, by name.
@@ -27,15 +29,14 @@ def refusal(record: StreamRecord | None, proxy_connected: bool, adapters: Mappin
     if not proxy_connected:
         return "proxy_unreachable", f"The proxy worker {record.proxy!r} that owns the client has no control connection."
     members = list(record.members.values())
-    for check in (_unsupported, _not_ready):
-        for member in members:
-            if (why := check(member.request)) is not None:
-                return why
     for member in members:
-        if (why := source_refusal(member.request, adapters)) is not None:
+        if (why := _unsupported(member.request) or source_refusal(member.request, adapters)) is not None:
+            return why
+    for member in members:
+        if (why := _not_ready(member.request, keeps_generators)) is not None:
             return why
     if not record.complete:
-        return "not_decoding_yet", "Some choices of the request have not arrived yet; it can move once all decode."
+        return "incomplete", "Some choices of the request have not arrived yet; it can move once all are there."
     return None
 
 
@@ -43,10 +44,6 @@ def _unsupported(request: Any) -> tuple[str, str] | None:
     params = request.sampling_params
     if params is None:
         return "pooling", "Pooling requests are short and are not moved."
-    structured = request.structured_output_request
-    # Without a reasoning parser, vLLM sets `reasoning_ended` itself as soon as the first token is accepted.
-    if structured is not None and (structured.reasoner is not None or structured.reasoning_ended is False):
-        return "structured_reasoning", "Structured output behind a reasoning parser is not moved yet."
     if params.prompt_logprobs is not None:
         return "prompt_logprobs", "Requests with prompt_logprobs are not moved."
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
@@ -62,14 +59,21 @@ def _unsupported(request: Any) -> tuple[str, str] | None:
     return None
 
 
-def _not_ready(request: Any) -> tuple[str, str] | None:
+def _not_ready(request: Any, keeps_generators: bool) -> tuple[str, str] | None:
     if request.is_finished():
         return None
     status = request.status.name
-    if status == "PREEMPTED":
-        return "preempted", "The request is preempted; it can move once it runs again."
-    if status != "RUNNING" or not request.num_output_tokens:
-        return "not_decoding_yet", "The request is waiting or in prefill; it can move once it decodes."
+    if status not in ("RUNNING", "WAITING", "PREEMPTED"):
+        return (
+            "grammar_not_ready",
+            f"The request waits for something of its own here ({status}); it can move after that.",
+        )
+    computed = request.num_computed_tokens - request.num_in_flight_tokens
+    begun = bool(computed or request.num_output_tokens)
+    if keeps_generators and request.sampling_params.seed is not None and begun and computed < request.num_tokens - 1:
+        # vLLM's CPU build fails when it goes on with a prefill that has a generator (v1/worker/gpu_model_runner.py,
+        # `set_offset`); on other builds the generator's state would have to be taken in the middle of a draw.
+        return "seeded_prefill", "The request is seeded and in prefill; it can move once it decodes."
     return None
 
 

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from vllm_plugin import facts
+from vllm_plugin import eligibility, facts
+from vllm_plugin.book import StreamRecord
 from vllm_plugin.compat import ENGINE_PUMP, EngineCoreRequestType, RequestStatus
 from vllm_plugin.errors import MigrationError
 from vllm_plugin.faults import Faults
@@ -153,6 +154,11 @@ class MigrationEngine:
         request.status = RequestStatus.FINISHED_ABORTED
         self.scheduler.book.forget(request.request_id)
         self.core._send_error_outputs_to_client([request.request_id], request.client_index)
+
+    def refusal(self, record: StreamRecord | None) -> tuple[str, str] | None:
+        """Why what runs here for a client's request cannot move now: (code, sentence). Engine thread only."""
+        connected = record is not None and record.proxy in self.proxies
+        return eligibility.refusal(record, connected, self.adapters, self.workers.keep_generators)
 
     # -- what the scheduler reports ------------------------------------------------------------------------------------
 

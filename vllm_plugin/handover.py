@@ -85,7 +85,13 @@ def _send_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, 
     on."""
     source: list[int] = []
     target: list[int] = []
+    keep_generators = session.engine.workers.keep_generators
     for move in moves:
+        if keep_generators and any(snapshots[one.request_id].draws_in_prefill for _, one in move.live):
+            session.roll_back(
+                move, "seeded_prefill", "The request is seeded and in prefill; it can move once it decodes."
+            )
+            continue
         tails = [_tail(session, move, member, snapshots[member.request_id]) for _, member in move.live]
         if not move.ended:
             source += [block for blocks, _ in tails for block in blocks]
@@ -100,9 +106,9 @@ def _send_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, 
         return []
     if session.engine.faults.drop_generator:
         states = dict.fromkeys(states, _fresh_generator_state())
-    if session.engine.workers.keep_generators:
+    if keep_generators:
         for move in going:
-            if any(snapshots[one.request_id].seeded and one.request_id not in states for _, one in move.live):
+            if any(snapshots[one.request_id].draws and one.request_id not in states for _, one in move.live):
                 session.roll_back(
                     move, "generator_missing", "The random state of the seeded request could not be read."
                 )

@@ -111,9 +111,14 @@ class Answer(msgspec.Struct, tag="answer"):
 
 
 class GrowItem(msgspec.Struct):
-    """`output_tokens`: those that B has not been told yet. `full_tokens`: tokens in blocks that A will never write
-    again. `capacity_tokens`: for how many tokens B must hold blocks. `sent_tokens`: tokens whose blocks are complete on
-    B; others with the same prefix may share them."""
+    """What A has of one member by now.
+
+    Attributes:
+        output_tokens: those that B has not been told yet.
+        full_tokens: tokens in blocks that A will never write again.
+        capacity_tokens: for how many tokens B must hold blocks; 0 while A has computed none.
+        sent_tokens: tokens whose blocks are complete on B; others with the same prefix may share them.
+    """
 
     ticket: str
     part: int

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_plugin.eligibility import refusal
 from vllm_plugin.errors import MigrationError
 from vllm_plugin.faults import Faults
 from vllm_plugin.source import SourceSession
@@ -123,7 +122,7 @@ def _request_row(engine: MigrationEngine, request: Any, record: StreamRecord | N
     scheduler = engine.core.scheduler
     members = [member.request for member in record.members.values()] if record is not None else [request]
     parked = record is not None and request.request_id in scheduler.book.ticket_of
-    why = refusal(record, record is not None and record.proxy in engine.proxies, engine.adapters)
+    why = engine.refusal(record)
     if parked:
         why = ("parked", "The request is parked here; it still runs on its source.")
     blocks = scheduler.kv_cache_manager.get_block_ids

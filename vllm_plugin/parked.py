@@ -20,10 +20,12 @@ from vllm_plugin.compat import (
     PrefillStats,
     RequestStatus,
     committed_waiting,
+    enqueue_new,
     enqueue_resumed,
     run_slots,
 )
 from vllm_plugin.faults import Faults
+from vllm_plugin.grammar import replay_grammar
 from vllm_plugin.messages import CommitItem, CommitPart, GrowItem, GrownItem, Refusal
 from vllm_plugin.scheduler import MigrationScheduler
 
@@ -40,6 +42,8 @@ def grow(scheduler: MigrationScheduler, parked: ParkedRequest, item: GrowItem) -
     """
     request, manager = parked.request, scheduler.kv_cache_manager
     request.append_output_token_ids(item.output_tokens)
+    if not item.capacity_tokens:
+        return GrownItem(item.ticket, item.part, 0, [])
     if parked.hit_tokens is None:
         slots, hit = _first_slots(scheduler, request, item)
     else:
@@ -112,7 +116,7 @@ def commit(core: Any, items: list[CommitItem], faults: Faults) -> list[Refusal]:
         _install(scheduler, parked, part, faults)
         for stream, item in accepted
         for parked, part in zip(stream.arrived(), item.parts, strict=True)
-        if part.ended is None
+        if part.ended is None and _has_begun(parked, part)
     ]
     if installs:
         core.collective_rpc("vllm_hi_install", args=(installs,))
@@ -132,7 +136,7 @@ def _commit_refusal(scheduler: MigrationScheduler, stream: ParkedStream | None, 
     for parked, part in zip(stream.arrived(), item.parts, strict=True):
         tokens = parked.request.num_tokens + len(part.output_tokens)
         held = len(scheduler.kv_cache_manager.get_block_ids(parked.request.request_id)[0]) * scheduler.block_size
-        if part.ended is None and (part.computed_tokens != tokens - 1 or part.computed_tokens > held):
+        if part.ended is None and part.computed_tokens > min(tokens - 1, held):
             message = f"{part.computed_tokens} computed tokens do not fit {tokens} known tokens in blocks for {held}."
             return Refusal(item.ticket, "state_mismatch", message)
     return None
@@ -143,15 +147,15 @@ def _take_tokens(
 ) -> Refusal | None:
     for parked, part in zip(stream.arrived() if stream is not None else (), item.parts, strict=True):
         parked.request.append_output_token_ids(part.output_tokens)
-        if part.ended is None and not faults.skip_grammar and not _replay_grammar(scheduler, parked.request):
+        replay = part.ended is None and not faults.skip_grammar
+        if replay and not replay_grammar(scheduler.structured_output_manager, parked.request):
             return Refusal(item.ticket, "grammar_rejected", "The target's grammar rejects the tokens so far.")
     return None
 
 
-def _replay_grammar(scheduler: MigrationScheduler, request: Any) -> bool:
-    """Brings the freshly compiled grammar to where it stood on A: its state follows from the tokens alone."""
-    accepted: bool = scheduler.structured_output_manager.accept_tokens(request, list(request.output_token_ids))
-    return accepted
+def _has_begun(parked: ParkedRequest, part: CommitPart) -> bool:
+    """Whether the request has run on A; else it is as new here as any other."""
+    return bool(part.computed_tokens or parked.request.num_output_tokens)
 
 
 def _install(scheduler: MigrationScheduler, parked: ParkedRequest, part: CommitPart, faults: Faults) -> dict[str, Any]:
@@ -181,25 +185,34 @@ def _resume(core: Any, stream: ParkedStream, item: CommitItem, faults: Faults) -
     for parked, part in members:
         request = parked.request
         book.ticket_of.pop(request.request_id, None)
-        replays.append(_replay(book, request, part, faults))
+        if part.ended is not None or request.num_output_tokens:
+            replays.append(_replay(book, request, part, faults))
         if part.ended is None:
-            _enqueue(scheduler, request, part)
+            _enqueue(scheduler, parked, part)
             book.watched[request.request_id] = (stream.ticket, stream.expectation.stream, tokens)
         else:
             request.stop_reason = part.ended[1]
             scheduler.finish_requests([request.request_id], RequestStatus[part.ended[0]])
         scheduler.unpin(request.request_id)
-    client = members[0][0].request.client_index
-    core.output_queue.put_nowait((client, EngineCoreOutputs(outputs=replays)))
+    if replays:
+        client = members[0][0].request.client_index
+        core.output_queue.put_nowait((client, EngineCoreOutputs(outputs=replays)))
 
 
-def _enqueue(scheduler: MigrationScheduler, request: Any, part: CommitPart) -> None:
+def _enqueue(scheduler: MigrationScheduler, parked: ParkedRequest, part: CommitPart) -> None:
+    request = parked.request
+    if not _has_begun(parked, part):
+        enqueue_new(scheduler, request)
+        return
     request.num_computed_tokens = part.computed_tokens
     request.prefill_stats = None
     request.num_preemptions = 1
     request.status = RequestStatus.PREEMPTED
-    scheduler.kv_cache_manager.cache_blocks(request, part.computed_tokens)
-    enqueue_resumed(scheduler, request)
+    if part.computed_tokens:
+        scheduler.kv_cache_manager.cache_blocks(request, part.computed_tokens)
+        enqueue_resumed(scheduler, request)
+    else:
+        enqueue_new(scheduler, request)
 
 
 def _replay(book: MoveBook, request: Any, part: CommitPart, faults: Faults) -> Any:

@@ -149,7 +149,8 @@ def look(session: SourceSession, moves: list[Move], freezing: bool) -> dict[str,
                 member.ended = True
             else:
                 present[member.request_id] = snapshot
-                if snapshot.epoch != member.epoch or snapshot.status != "RUNNING":
+                # Without a window B holds nothing of it: it has not begun here, or waits to begin again.
+                if snapshot.epoch != member.epoch or (member.window and snapshot.status != "RUNNING"):
                     session.roll_back(move, "preempted", "The source preempted the request, so its blocks are gone.")
         if not present:
             session.roll_back(move, "finished", "The request ended by itself.", outcome="finished")
@@ -197,8 +198,8 @@ def _grow(session: SourceSession, parts: list[Part], snapshots: dict[str, Snapsh
         snapshot = snapshots[member.request_id]
         tokens = snapshot.output_tokens[member.told_tokens - snapshot.since :]
         full = snapshot.valid_tokens // block_size * block_size
-        sent = member.sent_blocks * block_size
-        items.append(GrowItem(move.ticket, part, tokens, full, snapshot.valid_tokens + block_size, sent))
+        capacity = snapshot.valid_tokens + block_size if snapshot.valid_tokens else 0
+        items.append(GrowItem(move.ticket, part, tokens, full, capacity, member.sent_blocks * block_size))
     if not items:
         return []
     grown = session.target.ask(lambda call: Grow(call, items))
@@ -207,7 +208,7 @@ def _grow(session: SourceSession, parts: list[Part], snapshots: dict[str, Snapsh
     by_ticket = {move.ticket: move for move, _, _ in parts}
     for item in grown.items:
         member = by_ticket[item.ticket].members[item.part]
-        if member.hit_tokens is None:
+        if member.hit_tokens is None and item.block_ids:
             member.hit_tokens = item.hit_tokens
             member.sent_blocks = item.hit_tokens // block_size
         member.window = item.block_ids

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_plugin.book import MoveBook, SchedulerListener, own_columns
-from vllm_plugin.compat import AsyncScheduler, Scheduler, nothing_waits, promised_run_slots
+from vllm_plugin.compat import (
+    AsyncScheduler,
+    Scheduler,
+    nothing_waits,
+    promised_run_slots,
+    put_back_first,
+    take_from_queue,
+)
 
 __all__ = [
     "CHOICES_ARGUMENT",
@@ -52,6 +59,15 @@ class Snapshot:
     seeded: bool
     logprobs: tuple[Any, ...]
     prefill: dict[str, int] | None
+
+    @property
+    def draws(self) -> bool:
+        """Whether it has a random state of its own that must travel along."""
+        return self.seeded and bool(self.valid_tokens or self.num_output_tokens)
+
+    @property
+    def draws_in_prefill(self) -> bool:
+        return self.draws and self.valid_tokens < self.prompt_tokens + self.num_output_tokens - 1
 
 
 class MigrationScheduler(Scheduler):
@@ -117,6 +133,8 @@ class MigrationScheduler(Scheduler):
             for outputs in results.values():
                 for output in outputs.outputs:
                     self._remember(output)
+        for request_id in [one for one in book.watched if one in scheduler_output.num_scheduled_tokens]:
+            self._announce_producing(request_id)
         return results
 
     def _remember(self, output: Any) -> None:
@@ -127,8 +145,6 @@ class MigrationScheduler(Scheduler):
             record.logprobs.append(own_columns(output.new_logprobs, record.request.sampling_params.num_logprobs))
         if output.prefill_stats is not None:
             record.prefill = dict(vars(output.prefill_stats))
-        if output.new_token_ids or output.finish_reason is not None:
-            self._announce_producing(output.request_id)
 
     def _announce_producing(self, request_id: str) -> None:
         """The first step of any member speaks for its stream: the tokens of all have been replayed."""
@@ -185,9 +201,14 @@ class MigrationScheduler(Scheduler):
 
     def freeze(self, request_id: str) -> None:
         request = self.requests.get(request_id)
-        if request is not None and not request.is_finished():
+        if request is None or request.is_finished() or request_id in self.book.held_back:
+            return
+        self.book.frozen.add(request_id)
+        if request.status.name == "RUNNING":
             request.next_decode_eligible_step = NEVER
-            self.book.frozen.add(request_id)
+        else:
+            take_from_queue(self, request)
+            self.book.held_back.add(request_id)
 
     def unfreeze(self, request_id: str) -> None:
         request = self.requests.get(request_id)
@@ -195,9 +216,15 @@ class MigrationScheduler(Scheduler):
             self._unfreeze(request)
 
     def _unfreeze(self, request: Any) -> None:
-        if request.request_id in self.book.frozen:
-            self.book.frozen.discard(request.request_id)
-            request.next_decode_eligible_step = 0
+        book, request_id = self.book, request.request_id
+        if request_id not in book.frozen:
+            return
+        book.frozen.discard(request_id)
+        request.next_decode_eligible_step = 0
+        if request_id in book.held_back:
+            book.held_back.discard(request_id)
+            if not request.is_finished():
+                put_back_first(self, request)
 
     def snapshot(self, request_id: str, since: int) -> Snapshot | None:
         """The request as it stands, with output tokens from index `since`; None when it is gone or finished."""

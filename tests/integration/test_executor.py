@@ -186,7 +186,7 @@ def test_a_request_that_cannot_move_is_waited_for(pair: Pair) -> None:
 
 
 def test_a_request_in_prefill_moves_once_it_decodes(pair: Pair) -> None:
-    pair.a.add_request("r1", reason=("not_decoding_yet", "The request is waiting."))
+    pair.a.add_request("r1", reason=("incomplete", "Some choices have not arrived yet."))
     threading.Timer(0.3, lambda: pair.a.add_request("r1")).start()
     job = carry_out(pair.job())
     assert (job.state, outcomes(job)) == ("done", {"r1": "moved"})

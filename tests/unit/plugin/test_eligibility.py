@@ -26,6 +26,9 @@ def request(**changes: Any) -> SimpleNamespace:
         "spec_decode_metrics": None,
         "status": SimpleNamespace(name="RUNNING"),
         "num_output_tokens": 5,
+        "num_tokens": 8,
+        "num_computed_tokens": 7,
+        "num_in_flight_tokens": 0,
         "is_finished": lambda: False,
     }
     return SimpleNamespace(**{**values, **changes})
@@ -41,24 +44,37 @@ def stream(*requests: Any, choices: int = 1) -> StreamRecord:
 
 
 def test_a_decoding_request_of_a_connected_proxy_may_move():
-    for one in (
-        request(),
-        request(structured_output_request=structured()),
-        request(structured_output_request=structured(reasoning_ended=True)),
-    ):
-        assert refusal(stream(one), True, {}) is None
+    for one in (request(), request(structured_output_request=structured(reasoning_ended=False))):
+        assert refusal(stream(one), True, {}, True) is None
 
 
 def test_several_choices_move_together_also_when_one_has_ended():
     ended = request(is_finished=lambda: True, status=SimpleNamespace(name="FINISHED_STOPPED"))
-    assert refusal(stream(request(), ended, choices=2), True, {}) is None
-    why = refusal(stream(request(), request(num_output_tokens=0), choices=2), True, {})
-    assert why is not None and why[0] == "not_decoding_yet"
+    assert refusal(stream(request(), ended, choices=2), True, {}, True) is None
+    why = refusal(stream(request(), request(prompt_embeds=object()), choices=2), True, {}, True)
+    assert why is not None and why[0] == "prompt_embeds"
+
+
+@pytest.mark.parametrize("status", ["WAITING", "RUNNING", "PREEMPTED"])
+def test_what_waits_or_is_half_prefilled_moves_unless_a_generator_is_in_the_way(status: str):
+    changes = {
+        "status": SimpleNamespace(name=status),
+        "num_computed_tokens": 2,
+        "num_output_tokens": 0,
+        "num_tokens": 9,
+    }
+    seeded = SamplingParams(seed=1)
+    assert refusal(stream(request(**changes)), True, {}, True) is None
+    assert refusal(stream(request(**changes, sampling_params=seeded)), True, {}, False) is None
+    why = refusal(stream(request(**changes, sampling_params=seeded)), True, {}, True)
+    assert why is not None and why[0] == "seeded_prefill"
+    changes["num_computed_tokens"] = 0
+    assert refusal(stream(request(**changes, sampling_params=seeded)), True, {}, True) is None
 
 
 def test_choices_that_have_not_arrived_yet_are_waited_for():
-    why = refusal(stream(request(), choices=2), True, {})
-    assert why is not None and why[0] == "not_decoding_yet"
+    why = refusal(stream(request(), choices=2), True, {}, True)
+    assert why is not None and why[0] == "incomplete"
 
 
 @pytest.mark.parametrize(
@@ -72,21 +88,19 @@ def test_choices_that_have_not_arrived_yet_are_waited_for():
         ({"mm_features": [object()]}, True, "multimodal"),
         ({"resumable": True}, True, "streaming_input"),
         ({"spec_token_ids": [1]}, True, "speculative_decoding"),
-        ({"status": SimpleNamespace(name="PREEMPTED")}, True, "preempted"),
-        ({"status": SimpleNamespace(name="WAITING")}, True, "not_decoding_yet"),
-        ({"num_output_tokens": 0}, True, "not_decoding_yet"),
+        ({"status": SimpleNamespace(name="WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR")}, True, "grammar_not_ready"),
     ],
 )
 def test_each_reason_has_a_code_and_a_sentence(changes: Any, connected: bool, code: str):
     record = None if changes is None else stream(request(), request(**changes), choices=2)
-    why = refusal(record, connected, {})
+    why = refusal(record, connected, {}, True)
     assert why is not None
     assert why[0] == code
     assert why[1].endswith(".")
 
 
 def test_passing_reasons_are_told_apart_from_lasting_ones():
-    assert {"not_decoding_yet", "preempted", "proxy_unreachable"} == TRANSIENT
+    assert {"grammar_not_ready", "incomplete", "preempted", "proxy_unreachable", "seeded_prefill"} == TRANSIENT
 
 
 def test_digests_ignore_what_differs_per_leg_and_notice_everything_else():
