@@ -49,7 +49,7 @@ class MessagesCut(AnswerCut):
         block = event.get("content_block")
         if isinstance(block, dict) and self._blocks.setdefault(index, block.get("type")) != block.get("type"):
             raise LegsDiffer(f"block {index} is {self._blocks[index]}, and now {block.get('type')}")
-        if (kind, index) in self._sent:
+        if (kind, index) in self._sent and not cursor.first:
             return False
         self._sent.add((str(kind), index))
         self.done |= kind == "message_stop"
