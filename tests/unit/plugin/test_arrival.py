@@ -140,3 +140,44 @@ def test_when_one_member_is_closed_the_others_end_between_two_steps():
     for call in engine.soon:
         call()
     assert ONE in engine.ended and not engine.scheduler.book.parked
+
+
+@pytest.mark.parametrize(
+    ("changes", "adapters", "code"),
+    [
+        ({"priority": 1}, {}, "queueing_mismatch"),
+        ({"cache_salt": "another tenant"}, {}, "queueing_mismatch"),
+        ({"lora_request": SimpleNamespace(lora_name="fr", lora_int_id=1)}, {"fr": "aa11"}, "lora_missing_on_target"),
+    ],
+)
+def test_what_steers_a_request_besides_sampling_is_compared(
+    changes: dict[str, Any], adapters: dict[str, str], code: str
+):
+    one = request("cmpl-5eed-2-0-0123abcd")
+    session, engine, link = target(request("a"))
+    engine.adapters = adapters
+    vars(one).update(changes)
+    arrive(session, engine, one, choices=1)
+    assert [(answer.ok, answer.code) for answer in link.sent] == [(False, code)]
+    assert engine.refused == [one.request_id]
+
+
+def test_a_request_to_an_adapter_arrives_where_the_same_one_is_loaded():
+    lora = SimpleNamespace(lora_name="fr", lora_int_id=1)
+    for adapters, ok in (({"fr": "aa11"}, True), ({"fr": "bb22"}, False), ({}, False)):
+        session, engine, link = target(request("a"))
+        engine.adapters = adapters
+        engine.scheduler.book.expected["ticket"].adapter = "fr=aa11"
+        one = request("cmpl-5eed-2-0-0123abcd")
+        one.lora_request = lora
+        arrive(session, engine, one, choices=1)
+        assert [answer.ok for answer in link.sent] == [ok], adapters
+
+
+def test_a_moved_request_is_as_old_as_it_was():
+    session, engine, _ = target(request("a"))
+    engine.scheduler.book.expected["ticket"].age_s = 40.0
+    one = request("cmpl-5eed-2-0-0123abcd")
+    one.arrival_time = 1000.0
+    arrive(session, engine, one, choices=1)
+    assert one.arrival_time == 960.0

@@ -110,3 +110,10 @@ def test_digests_ignore_what_differs_per_leg_and_notice_everything_else():
     assert sampling_digest(one) != sampling_digest(request(sampling_params=SamplingParams(seed=2)))
     assert prompt_digest(one) == prompt_digest(two)
     assert prompt_digest(one) != prompt_digest(request(prompt_token_ids=[1, 2]))
+
+
+def test_a_request_to_an_adapter_moves_as_long_as_the_adapter_is_served_here():
+    adapted = stream(request(lora_request=SimpleNamespace(lora_name="fr", lora_int_id=1)))
+    assert refusal(adapted, True, {"fr": "aa11"}, True) is None
+    why = refusal(adapted, True, {"de": "aa11"}, True)
+    assert why is not None and why[0] == "lora_unloaded"
