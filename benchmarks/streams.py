@@ -19,7 +19,7 @@ from benchmarks.messages_answers import MessagesReader
 from benchmarks.openai_answers import OpenAIReader
 from benchmarks.responses_answers import ResponsesReader
 
-__all__ = ["Answer", "Request", "mixed_requests", "run_requests"]
+__all__ = ["Answer", "Request", "answer_from", "mixed_requests", "run_requests"]
 
 _SENTENCES = (
     "The harbour master counted the ships twice before the fog came in from the east.",
@@ -141,7 +141,7 @@ async def run_requests(
 
 async def _run(session: aiohttp.ClientSession, model: str, answer: Answer) -> None:
     request = answer.request
-    reader = _READERS.get(request.path, OpenAIReader)(answer)
+    reader = _reader(answer)
     try:
         async with session.post(request.path, json={"model": model, **request.body}) as response:
             answer.stream_id = response.headers.get("x-vllm-hi-stream", "")
@@ -159,15 +159,38 @@ async def _run(session: aiohttp.ClientSession, model: str, answer: Answer) -> No
 
 
 async def _read_events(response: aiohttp.ClientResponse, reader: _Reader) -> None:
-    name, tail = "", b""
+    events = _Events(reader)
     # Not line by line: an event that repeats a long answer is longer than aiohttp's lines may be.
     async for chunk in response.content.iter_any():
-        now = time.monotonic()
-        *lines, tail = (tail + chunk).split(b"\n")
+        events.feed(chunk, time.monotonic())
+
+
+class _Events:
+    """Cuts a stream of bytes into events."""
+
+    def __init__(self, reader: _Reader) -> None:
+        self._reader = reader
+        self._name, self._tail = "", b""
+
+    def feed(self, chunk: bytes, now: float) -> None:
+        *lines, self._tail = (self._tail + chunk).split(b"\n")
         for line in lines:
             if line.startswith(b"event:"):
-                name = line[6:].strip().decode()
+                self._name = line[6:].strip().decode()
             elif line.startswith(b"data:"):
-                reader.event(name, line[5:].strip(), now)
+                self._reader.event(self._name, line[5:].strip(), now)
             elif not line.strip():
-                name = ""
+                self._name = ""
+
+
+def answer_from(request: Request, data: bytes) -> Answer:
+    """What a client makes of the bytes of a whole stream."""
+    answer = Answer(request, over=True)
+    reader = _reader(answer)
+    _Events(reader).feed(data, 0.0)
+    reader.end()
+    return answer
+
+
+def _reader(answer: Answer) -> _Reader:
+    return _READERS.get(answer.request.path, OpenAIReader)(answer)
