@@ -37,6 +37,7 @@ def attach(session: SourceSession, request_ids: list[str] | None) -> dict[str, A
     moves, expectations, refused = session.engine.on_engine(lambda: _choose(session, request_ids))
     if moves:
         _expect(session, expectations)
+        session.check()
         for move in moves:
             session.moves[move.request_id] = move
         _open_legs(session, moves)

@@ -133,6 +133,9 @@ class SchedulerListener(Protocol):
     def producing(self, ticket: str, stream: str, tokens: int) -> None:
         """A committed request has made its first step here; `tokens` were replayed."""
 
+    def preempted(self, request_id: str) -> None:
+        """A frozen request has lost its blocks; it is in no queue until it is unfrozen."""
+
     def memory_pressure(self) -> None:
         """The next step may have to preempt; parked requests should give up their blocks first."""
 

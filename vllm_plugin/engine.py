@@ -8,11 +8,13 @@ engine thread. The API server reaches it through the utility `vllm_hi(op, payloa
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -28,6 +30,7 @@ from vllm_plugin.operations import answer
 from vllm_plugin.scheduler import MigrationScheduler
 from vllm_plugin.settings import PluginSettings
 from vllm_plugin.source import SourceSession
+from vllm_plugin.states import PATIENCE_S
 from vllm_plugin.target import TargetSession, open_session
 from vllm_plugin.wire import (
     Auth,
@@ -84,6 +87,7 @@ class MigrationEngine:
         self.source: SourceSession | None = None
         self.target: TargetSession | None = None
         self.attempts: dict[str, int] = {}
+        self._produced: deque[tuple[float, str, Producing]] = deque(maxlen=1000)
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         # One operation of a session after the other; the engine thread never waits for them.
         self.sessions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-hi-session")
@@ -171,17 +175,28 @@ class MigrationEngine:
 
     def producing(self, ticket: str, stream: str, tokens: int) -> None:
         worker, _, stream_id = stream.partition("/")
+        message = Producing(stream_id, ticket, tokens)
+        self._produced.append((time.monotonic(), worker, message))
         link = self.proxies.get(worker)
         if link is None:
-            logger.warning(
-                "the proxy worker %s is gone; nobody can be told that stream %s runs here", worker, stream_id
-            )
+            logger.warning("the proxy worker %s is gone; stream %s runs here and it cannot be told", worker, stream_id)
         else:
-            self.faults.say("producing", link, Producing(stream_id, ticket, tokens))
+            self.faults.say("producing", link, message)
+
+    def _tell_again(self, worker: str, link: Link) -> None:
+        """A proxy worker is back: what it may have missed, and still waits for, is repeated."""
+        oldest = time.monotonic() - PATIENCE_S
+        for when, owner, message in list(self._produced):
+            if owner == worker and when > oldest:
+                self.faults.say("producing", link, message)
 
     def parked_gone(self, ticket: str) -> None:
         if self.target is not None:
             self.target.gone(ticket)
+
+    def preempted(self, request_id: str) -> None:
+        if self.source is not None:
+            self.aborts.submit(self.source.preempted, request_id)
 
     def memory_pressure(self) -> None:
         """Running requests go first: what is only parked here stays on its source."""
@@ -220,6 +235,7 @@ class MigrationEngine:
         self.proxies[auth.name] = link
         logger.info("proxy worker %s connected", auth.name)
         link.start()
+        self._tell_again(auth.name, link)
 
     def _on_proxy(self, _link: Link, message: Any) -> None:
         if isinstance(message, Switched | FirstToken | Discarded) and self.source is not None:
@@ -268,7 +284,9 @@ class MigrationEngine:
                     self.source.check_deadlines(now)
                 target = self.target
                 if target is not None and now > target.expires_at:
-                    target.close("the lease ran out")
+                    target.expires_at = math.inf
+                    # Takes a while, in which the other deadlines must be kept.
+                    self.aborts.submit(target.close, "the lease ran out")
             except Exception:
                 logger.exception("a deadline could not be handled")
 

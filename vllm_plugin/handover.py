@@ -22,7 +22,7 @@ from vllm_plugin.wire import Freezing, Resolve
 if TYPE_CHECKING:
     from vllm_plugin.source import SourceSession
 
-__all__ = ["hand_over"]
+__all__ = ["hand_over", "resolve"]
 
 logger = logging.getLogger("vllm.vllm_hi.handover")
 
@@ -37,8 +37,12 @@ def hand_over(session: SourceSession, moves: list[Move]) -> None:
     moves = _prepare(session, moves)
     for move in moves:
         link = session.engine.proxies.get(move.proxy)
-        if link is not None:
+        if link is None:
+            # Nobody would bound the silence of the second leg, or switch.
+            session.roll_back(move, "proxy_unreachable", "The proxy worker that owns the client was lost.")
+        else:
             link.send(Freezing(move.stream_id, move.ticket))
+    moves = [move for move in moves if not move.ended]
     time.sleep(session.engine.faults.hold_before_freeze_s)
     if not moves:
         return
@@ -83,36 +87,39 @@ def _apply_refusals(session: SourceSession, moves: list[Move], answer: Refusals)
 def _send_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, Snapshot]) -> list[CommitItem]:
     """Sends the blocks B lacks (the partial one above all) and reads the random states; builds what B needs to go
     on."""
-    source: list[int] = []
-    target: list[int] = []
     keep_generators = session.engine.workers.keep_generators
     for move in moves:
         if keep_generators and any(snapshots[one.request_id].draws_in_prefill for _, one in move.live):
-            session.roll_back(
-                move, "seeded_prefill", "The request is seeded and in prefill; it can move once it decodes."
-            )
-            continue
-        tails = [_tail(session, move, member, snapshots[member.request_id]) for _, member in move.live]
-        if not move.ended:
-            source += [block for blocks, _ in tails for block in blocks]
-            target += [block for _, blocks in tails for block in blocks]
-    going = [move for move in moves if not move.ended]
-    running = [member.request_id for move in going for _, member in move.live]
+            message = "The request is seeded and in prefill; it can move once it decodes."
+            session.roll_back(move, "seeded_prefill", message)
     try:
-        states = session.target.push(source, target, running)
+        with session.target.writing():
+            states = _push_tails(session, [move for move in moves if not move.ended], snapshots)
     except ConnectionError as error:
-        for move in going:
+        for move in moves:
             session.roll_back(move, "target_lost", f"The last blocks could not be delivered: {error}.")
         return []
     if session.engine.faults.drop_generator:
         states = dict.fromkeys(states, _fresh_generator_state())
     if keep_generators:
-        for move in going:
+        for move in (move for move in moves if not move.ended):
             if any(snapshots[one.request_id].draws and one.request_id not in states for _, one in move.live):
-                session.roll_back(
-                    move, "generator_missing", "The random state of the seeded request could not be read."
-                )
-    return _commit_items(session, [move for move in going if not move.ended], snapshots, states)
+                message = "The random state of the seeded request could not be read."
+                session.roll_back(move, "generator_missing", message)
+    return _commit_items(session, [move for move in moves if not move.ended], snapshots, states)
+
+
+def _push_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, Snapshot]) -> dict[str, bytes]:
+    """Raises: ConnectionError. Returns the generator states by request id."""
+    source: list[int] = []
+    target: list[int] = []
+    for move in moves:
+        tails = [_tail(session, move, member, snapshots[member.request_id]) for _, member in move.live]
+        if not move.ended:
+            source += [block for blocks, _ in tails for block in blocks]
+            target += [block for _, blocks in tails for block in blocks]
+    running = [member.request_id for move in moves if not move.ended for _, member in move.live]
+    return session.target.push(source, target, running)
 
 
 def _tail(session: SourceSession, move: Move, member: Member, snapshot: Snapshot) -> tuple[list[int], list[int]]:
@@ -193,7 +200,7 @@ def _commit(session: SourceSession, moves: list[Move], items: list[CommitItem]) 
         answer: Refusals = session.target.ask(lambda call: Commit(call, offered), COMMIT_ANSWER_S)
     except ConnectionError as error:
         logger.warning("migration %s: the answer to a commit was lost: %s", session.job, error)
-        _resolve(session, sent)
+        resolve(session, sent)
         return
     answered = time.monotonic()
     refused = {refusal.ticket for refusal in answer.refused}
@@ -215,8 +222,9 @@ def _hold(session: SourceSession, moves: list[Move]) -> None:
         time.sleep(0.01)
 
 
-def _resolve(session: SourceSession, moves: list[Move]) -> None:
-    """B's answer is lost, which is no refusal. The proxy owns both legs and knows, or decides."""
+def resolve(session: SourceSession, moves: list[Move]) -> None:
+    """B's answer is lost, which is no refusal. The proxy owns both legs and knows, or decides; who gets no answer from
+    it either is left to the deadline."""
     calls = []
     for move in moves:
         link = session.engine.proxies.get(move.proxy)

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from vllm_plugin.states import SOURCE
 
-__all__ = ["DEADLINES_S", "TRANSITIONS", "Member", "Move", "MoveState"]
+__all__ = ["ALONE", "DEADLINES_S", "TRANSITIONS", "Member", "Move", "MoveState"]
 
 MoveState = Literal["attaching", "copying", "frozen", "sent", "committed", "moved", "stayed", "finished"]
 
@@ -18,6 +18,9 @@ TRANSITIONS: dict[MoveState, frozenset[MoveState]] = {
     state: cast("frozenset[MoveState]", after)
     for state, after in cast("dict[MoveState, frozenset[str]]", SOURCE.successors()).items()
 }
+
+#: Until the tail was sent A decides by itself; after that only the proxy does.
+ALONE: frozenset[MoveState] = frozenset({"attaching", "copying", "frozen"})
 
 #: A state that lasts longer is undone by A itself. After the tail was sent the proxy decides; the last resort is
 #: much longer.
@@ -85,10 +88,13 @@ class Move:
     def ended(self) -> bool:
         return not TRANSITIONS[self.state]
 
-    def advance(self, state: MoveState, code: str = "", message: str = "") -> bool:
-        """Takes the transition if the table has it; False means that another event came first and has decided."""
+    def advance(
+        self, state: MoveState, code: str = "", message: str = "", only_from: frozenset[MoveState] | None = None
+    ) -> bool:
+        """Takes the transition if the table has it, and the state is one of `only_from`; False means that another event
+        came first and has decided."""
         with self._lock:
-            if state not in TRANSITIONS[self.state]:
+            if state not in TRANSITIONS[self.state] or (only_from is not None and self.state not in only_from):
                 return False
             self.state = state
             self.code, self.message = code, message

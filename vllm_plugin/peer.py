@@ -6,8 +6,9 @@ It keeps one promise towards B: `Release` is said only when nobody writes into t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -57,7 +58,7 @@ class TargetConnection:
         self.base_url = str(peer["base_url"])
         self.broken = False
         self._lock = threading.Lock()
-        self._pushing = False
+        self._writing = False
         self._release_later: list[str] = []
         self._link = self._dial(str(peer["host"]), int(peer["control_port"]))
         opened = self._open(opening)
@@ -110,16 +111,28 @@ class TargetConnection:
     def tell(self, message: msgspec.Struct) -> None:
         self._link.send(message)
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around every push: what is rolled back from now on is released only at the end. So ask inside, and not
+        before, which moves have ended already: their windows may be somebody else's by now."""
+        with self._lock:
+            self._writing = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._writing = False
+                tickets, self._release_later = self._release_later, []
+            self.release(tickets, "rolled back during a copy")
+
     def push(self, source: list[int], target: list[int], generators: list[str]) -> dict[str, bytes]:
-        """Copies blocks and returns generator states by request id.
+        """Copies blocks and returns generator states by request id. Only inside `writing`.
 
         Raises:
             ConnectionError: the connection is of no further use then, for B's worker may still be writing.
         """
         if not source and not generators:
             return {}
-        with self._lock:
-            self._pushing = True
         try:
             workers = self._engine.workers
             _, states = workers.push(self.session, self._data_host, self._data_ports, source, target, generators)
@@ -127,21 +140,16 @@ class TargetConnection:
         except (OSError, ProtocolError) as error:
             self.broken = True
             raise ConnectionError(str(error)) from error
-        finally:
-            with self._lock:
-                self._pushing = False
-                tickets, self._release_later = self._release_later, []
-            self.release(tickets, "rolled back during a copy")
 
     def release(self, tickets: list[str], reason: str) -> None:
         """Tells B that nobody writes under these tickets any more; while that is not so, it waits for the end of
-        the push.
+        the writing.
 
         After a broken push it is never said: B then frees the blocks at the end of the session, after its workers have
         revoked it.
         """
         with self._lock:
-            if self._pushing:
+            if self._writing:
                 self._release_later += tickets
                 return
         if tickets and not self.broken:

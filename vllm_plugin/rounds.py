@@ -107,12 +107,14 @@ def _copy(session: SourceSession, parts: list[Part], snapshots: dict[str, Snapsh
     source: list[int] = []
     target: list[int] = []
     parts = _grow(session, parts, snapshots)
-    for _, _, member in parts:
-        snapshot = snapshots[member.request_id]
-        full = snapshot.valid_tokens // block_size
-        source += snapshot.block_ids[member.sent_blocks : full]
-        target += member.window[member.sent_blocks : full]
-    session.target.push(source, target, [])
+    with session.target.writing():
+        parts = [(move, part, member) for move, part, member in parts if not move.ended]
+        for _, _, member in parts:
+            snapshot = snapshots[member.request_id]
+            full = snapshot.valid_tokens // block_size
+            source += snapshot.block_ids[member.sent_blocks : full]
+            target += member.window[member.sent_blocks : full]
+        session.target.push(source, target, [])
     for _, _, member in parts:
         member.sent_blocks = max(member.sent_blocks, snapshots[member.request_id].valid_tokens // block_size)
     return len(source)

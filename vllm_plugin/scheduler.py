@@ -171,8 +171,13 @@ class MigrationScheduler(Scheduler):
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         # Its blocks go (or into quarantine, while they are pinned); the session sees it by the request's epoch.
-        self._unfreeze(request)
-        return super()._preempt_request(request, *args, **kwargs)
+        result = super()._preempt_request(request, *args, **kwargs)
+        if request.request_id in self.book.frozen:
+            # Not for this side to decide whether it goes on: the target may have it already.
+            self._hold_back(request)
+            if self.migration_listener is not None:
+                self.migration_listener.preempted(request.request_id)
+        return result
 
     def _free_request_blocks(self, request: Any) -> None:
         if request.request_id in self.book.pinned:
@@ -207,8 +212,11 @@ class MigrationScheduler(Scheduler):
         if request.status.name == "RUNNING":
             request.next_decode_eligible_step = NEVER
         else:
-            take_from_queue(self, request)
-            self.book.held_back.add(request_id)
+            self._hold_back(request)
+
+    def _hold_back(self, request: Any) -> None:
+        take_from_queue(self, request)
+        self.book.held_back.add(request.request_id)
 
     def unfreeze(self, request_id: str) -> None:
         request = self.requests.get(request_id)

@@ -7,6 +7,7 @@ other threads; `Move.advance` decides races between them.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from vllm_plugin import attach, rounds
 from vllm_plugin.compat import RequestStatus
 from vllm_plugin.errors import MigrationError
-from vllm_plugin.handover import hand_over
+from vllm_plugin.handover import hand_over, resolve
 from vllm_plugin.messages import CloseSession, OpenSession, Parked, Renew
-from vllm_plugin.move import Move, MoveState
+from vllm_plugin.move import ALONE, Move, MoveState
 from vllm_plugin.peer import TargetConnection
 from vllm_plugin.wire import CloseLeg, Discarded, FirstToken, Switched
 
@@ -63,19 +64,19 @@ class SourceSession:
     # -- operations ----------------------------------------------------------------------------------------------------
 
     def attach(self, request_ids: list[str] | None) -> dict[str, Any]:
-        self._check()
+        self.check()
         return attach.attach(self, request_ids)
 
     def round(self, number: int) -> dict[str, Any]:
         """Asked again with a number that is done, it repeats the answer."""
-        self._check()
+        self.check()
         if number not in self._rounds:
             self._rounds[number] = rounds.run_round(self, number)
         return self._rounds[number]
 
     def handover(self, request_ids: list[str] | None, wave: int) -> dict[str, Any]:
         """Moves attached requests in waves; each has its own short gap. Returns one result per request."""
-        self._check()
+        self.check()
         chosen = [
             move
             for move in self.moves.values()
@@ -107,7 +108,7 @@ class SourceSession:
         self.expires_at = time.monotonic() + lease_s
         self.target.tell(Renew(lease_s))
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raises: MigrationError when the session must not go on."""
         if self.aborting:
             raise MigrationError(409, "aborting", "The migration is being aborted.")
@@ -122,17 +123,23 @@ class SourceSession:
             return
         if message.ok:
             move.parked.set()
-        elif move.state in ("attaching", "copying", "frozen"):
+        else:
             # After the tail was sent only the proxy decides; it sees its leg end as well.
-            self.roll_back(move, message.code, message.message)
+            self.roll_back(move, message.code, message.message, self._end_of(move), ALONE)
 
     def _on_target_lost(self) -> None:
         if self._closed:
             return
         logger.warning("migration %s: the connection to the target was lost", self.job)
         for move in list(self.moves.values()):
-            if move.state in ("attaching", "copying", "frozen"):
-                self.roll_back(move, "target_lost", "The connection to the target was lost before the handover.")
+            message = "The connection to the target was lost before the handover."
+            self.roll_back(move, "target_lost", message, only_from=ALONE)
+
+    def preempted(self, request_id: str) -> None:
+        """A frozen request lost its blocks. If its tail was sent before that, B may have it: the proxy decides."""
+        for move in list(self.moves.values()):
+            if any(member.request_id == request_id for member in move.members):
+                self.roll_back(move, "preempted", "The source preempted the request.", only_from=ALONE)
 
     def on_proxy(self, message: Switched | FirstToken | Discarded) -> None:
         move = self._by_ticket(message.ticket)
@@ -145,7 +152,8 @@ class SourceSession:
             move.streamed = message.tokens > 0
             self.moved(move)
         else:
-            self.roll_back(move, "leg_discarded", f"The proxy gave up the second leg: {message.reason}.")
+            text = f"The proxy gave up the second leg: {message.reason}."
+            self.roll_back(move, "leg_discarded", text, self._end_of(move))
 
     def _by_ticket(self, ticket: str) -> Move | None:
         return next((move for move in [*self.moves.values(), *self.ended] if move.ticket == ticket), None)
@@ -160,15 +168,30 @@ class SourceSession:
             running = [member.request_id for _, member in move.live]
             self.engine.on_engine(lambda: self.engine.end_requests(running, RequestStatus.FINISHED_ABORTED))
 
-    def roll_back(self, move: Move, code: str, message: str, outcome: MoveState = "stayed") -> None:
+    def roll_back(
+        self,
+        move: Move,
+        code: str,
+        message: str,
+        outcome: MoveState = "stayed",
+        only_from: frozenset[MoveState] | None = None,
+    ) -> None:
         """Leaves the request on A: unfreezes it, lets B drop it, and has the proxy close the second leg."""
-        if not move.advance(outcome, code, message):
+        if not move.advance(outcome, code, message, only_from):
             return
         self.engine.on_engine(lambda: self._unfreeze(move))
         link = self.engine.proxies.get(move.proxy)
         if link is not None:
             link.send(CloseLeg(move.stream_id, move.ticket, message))
         self.target.release([move.ticket], message)
+
+    def _end_of(self, move: Move) -> MoveState:
+        """What a move that goes no further ends as: the second leg is also closed because the request has ended."""
+        snapshot = self.engine.scheduler.snapshot
+        running = self.engine.on_engine(
+            lambda: any(snapshot(member.request_id, 0) is not None for member in move.members)
+        )
+        return "stayed" if running else "finished"
 
     def _unfreeze(self, move: Move) -> None:
         for member in move.members:
@@ -181,7 +204,9 @@ class SourceSession:
                 code = {"attaching": "attach_timeout", "frozen": "freeze_timeout"}.get(move.state, "last_resort")
                 self.roll_back(move, code, f"The handover did not end within its deadline (state {move.state}).")
         if now > self.expires_at:
-            self.close("lease_expired", "The migration's lease ran out: nobody renewed it.")
+            self.expires_at = math.inf
+            # Takes a while, in which the deadlines of the moves must be kept.
+            self.engine.aborts.submit(self.close, "lease_expired", "The migration's lease ran out: nobody renewed it.")
 
     def close(self, code: str, message: str) -> int:
         """Rolls back what has not moved and closes both ends. Returns how many requests were released."""
@@ -191,10 +216,8 @@ class SourceSession:
             self._closed = True
         self.aborting = True
         released = 0
+        self._settle([move for move in self.moves.values() if move.state not in ALONE and not move.ended])
         for move in list(self.moves.values()):
-            if move.state in ("sent", "committed"):
-                # Only the proxy may decide about these; they have their own deadline.
-                move.done.wait(SETTLE_S)
             if not move.ended:
                 released += 1
                 self.roll_back(move, code, message)
@@ -206,3 +229,10 @@ class SourceSession:
         self.target.close()
         self.engine.source_closed(self)
         return released
+
+    def _settle(self, moves: list[Move]) -> None:
+        """Only the proxy may decide about these: it is given time, then it is asked."""
+        deadline = time.monotonic() + SETTLE_S
+        for move in moves:
+            move.done.wait(max(0.0, deadline - time.monotonic()))
+        resolve(self, [move for move in moves if not move.ended])

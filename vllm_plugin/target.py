@@ -64,9 +64,9 @@ class TargetSession:
         self.id = secrets.token_hex(16)
         self.lease_s = lease_s
         self.expires_at = time.monotonic() + lease_s
-        self.moved_in = 0
         self._closed = threading.Lock()
         self._pinned: dict[str, set[str]] = {}
+        self._accepted: set[str] = set()
 
     # -- messages of A -------------------------------------------------------------------------------------------------
 
@@ -168,12 +168,14 @@ class TargetSession:
     def _commit(self, message: Commit) -> list[Refusal]:
         if self.engine.faults.refuse_commit:
             return [Refusal(item.ticket, "refused_by_test", "A test switch refuses commits.") for item in message.items]
-        refused = parked_requests.commit(self.engine.core, message.items, self.engine.faults)
+        # Said again, because the answer was lost, it is answered again.
+        items = [item for item in message.items if item.ticket not in self._accepted]
+        refused = parked_requests.commit(self.engine.core, items, self.engine.faults)
         failed = {refusal.ticket for refusal in refused}
-        for item in message.items:
+        for item in items:
             if item.ticket not in failed:
+                self._accepted.add(item.ticket)
                 self._pinned.pop(item.ticket, None)
-                self.moved_in += 1
         return refused
 
     def _release(self, tickets: list[str], reason: str) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from vllm_plugin.move import DEADLINES_S, TRANSITIONS, Member, Move
+from vllm_plugin.move import ALONE, DEADLINES_S, TRANSITIONS, Member, Move
 
 ENDS = {"moved", "stayed", "finished"}
 
@@ -60,3 +60,10 @@ def test_the_result_names_what_the_panel_shows():
     result = one.result()
     assert (result["outcome"], result["code"], result["stream_id"]) == ("stayed", "commit_too_late", "s1")
     assert one.proxy == "w1"
+
+
+def test_an_event_that_may_come_too_late_names_the_states_in_which_it_counts():
+    early, late = move("frozen"), move("sent")
+    assert early.advance("stayed", "preempted", "Its blocks are gone.", only_from=ALONE)
+    assert not late.advance("stayed", "preempted", "Its blocks are gone.", only_from=ALONE)
+    assert (early.state, late.state) == ("stayed", "sent")
