@@ -27,6 +27,7 @@ from vllm_plugin.compat import (
 from vllm_plugin.faults import Faults
 from vllm_plugin.grammar import replay_grammar
 from vllm_plugin.messages import CommitItem, CommitPart, GrowItem, GrownItem, Refusal
+from vllm_plugin.replay import apart, end_apart
 from vllm_plugin.scheduler import MigrationScheduler
 
 __all__ = ["COMMIT_DEADLINE_S", "commit", "grow", "prepare"]
@@ -186,7 +187,7 @@ def _resume(core: Any, stream: ParkedStream, item: CommitItem, faults: Faults) -
         request = parked.request
         book.ticket_of.pop(request.request_id, None)
         if part.ended is not None or request.num_output_tokens:
-            replays.append(_replay(book, request, part, faults))
+            replays += end_apart(_replay(book, request, part, faults))
         if part.ended is None:
             _enqueue(scheduler, parked, part)
             book.watched[request.request_id] = (stream.ticket, stream.expectation.stream, tokens)
@@ -196,7 +197,7 @@ def _resume(core: Any, stream: ParkedStream, item: CommitItem, faults: Faults) -
         scheduler.unpin(request.request_id)
     if replays:
         client = members[0][0].request.client_index
-        core.output_queue.put_nowait((client, EngineCoreOutputs(outputs=replays)))
+        core.output_queue.put_nowait((client, EngineCoreOutputs(outputs=apart(replays))))
 
 
 def _enqueue(scheduler: MigrationScheduler, parked: ParkedRequest, part: CommitPart) -> None:
