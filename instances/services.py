@@ -63,6 +63,7 @@ class Heartbeat(TypedDict):
     role: NotRequired[str]
     kv: NotRequired[dict[str, Any]]
     requests: NotRequired[dict[str, Any]]
+    factors: NotRequired[dict[str, Any]]
     adapters: NotRequired[list[str]]
     control_port: NotRequired[int]
 
@@ -147,6 +148,7 @@ def heartbeat(beat: Heartbeat) -> bool:
         instance.last_heartbeat_at = timezone.now()
         instance.kv = beat.get("kv", instance.kv)
         instance.requests = beat.get("requests", instance.requests)
+        instance.factors = beat.get("factors", instance.factors)
         instance.adapters = beat.get("adapters", instance.adapters)
         instance.control_port = beat.get("control_port", instance.control_port)
         if instance.status == InstanceStatus.UNREACHABLE:
@@ -159,8 +161,8 @@ def heartbeat(beat: Heartbeat) -> bool:
             instance.role_confirmed = True
         instance.save(
             update_fields=[
-                "last_heartbeat_at", "kv", "requests", "adapters", "control_port", "status", "instance_type", "routed",
-                "role_confirmed",
+                "last_heartbeat_at", "kv", "requests", "factors", "adapters", "control_port", "status",
+                "instance_type", "routed", "role_confirmed",
             ]
         )  # fmt: skip
         if before != _routed_facts(instance):

@@ -216,7 +216,7 @@ class Registration:
         self._known = True
 
     async def _heartbeat(self, status: Status) -> None:
-        fields = ("role", "kv", "requests", "control_port", "adapters")
+        fields = ("role", "kv", "requests", "control_port", "factors", "adapters")
         answer = await self._post(
             "heartbeat", {"vllm_hi_id": self.vllm_hi_id, **{name: status[name] for name in fields}}
         )

@@ -94,6 +94,7 @@ class HeartbeatSerializer(serializers.Serializer[Any]):
     role = serializers.CharField(max_length=16, required=False)
     kv = serializers.DictField(required=False)
     requests = serializers.DictField(required=False)
+    factors = serializers.DictField(required=False)
     adapters = _adapters()
     control_port = serializers.IntegerField(min_value=0, max_value=65535, required=False)
 

@@ -124,6 +124,20 @@ def test_heartbeats_bring_numbers(instance_api: APIClient) -> None:
     assert (instance.kv_used_fraction, instance.control_port, instance.is_alive) == (0.6, 77, True)
 
 
+def test_heartbeats_bring_adapters(instance_api: APIClient, registration: dict[str, Any]) -> None:
+    instance = register(registration | {"adapters": ["fr"]})  # type: ignore[arg-type]
+    assert instance.adapters == ["fr"]
+    body = {"vllm_hi_id": instance.pk, "adapters": ["fr", "it"], "factors": {"lora": "fr=aa11, it=bb22"}}
+    assert post(instance_api, "heartbeat", body).json()["known"]
+    instance.refresh_from_db()
+    assert (instance.adapters, instance.factors) == (["fr", "it"], {"lora": "fr=aa11, it=bb22"})
+    # An older plugin says nothing about them.
+    post(instance_api, "heartbeat", {"vllm_hi_id": instance.pk})
+    instance.refresh_from_db()
+    assert instance.adapters == ["fr", "it"]
+    assert post(instance_api, "heartbeat", body | {"adapters": "fr"}).status_code == 400
+
+
 def test_an_unknown_instance_shall_register_again(instance_api: APIClient) -> None:
     make_instance("hi-gone", status="destroyed")
     for vllm_hi_id in ("hi-never", "hi-gone"):
