@@ -91,8 +91,9 @@ async def _run(rig: Rig, state: State, failure: Failure, cell: Cell, tokens: int
         run.job = await rig.migrate(source, target)
         if failure.waits:
             await rig.until(lambda: state.reached(run), f"every move is {state.name}")
+        began = time.monotonic()
         await failure.inject(run)
-        await _watch(run, failure, cell)
+        await _watch(run, failure, cell, began)
     finally:
         for client in clients:
             client.task.cancel()
@@ -102,9 +103,9 @@ async def _run(rig: Rig, state: State, failure: Failure, cell: Cell, tokens: int
     _judge(cell, state, failure, clients, references)
 
 
-async def _watch(run: Run, failure: Failure, cell: Cell) -> None:
+async def _watch(run: Run, failure: Failure, cell: Cell, began: float) -> None:
     """From the failure until all is quiet, with what died started again."""
-    rig, began = run.rig, time.monotonic()
+    rig = run.rig
     living = [one for one in (run.source, run.target) if one.process.running]
     if failure.waits:
         for instance in living:
@@ -141,13 +142,18 @@ async def _watch(run: Run, failure: Failure, cell: Cell) -> None:
     job = await rig.job_ended(run.job)
     cell.job = job["state"]
     rows = (await rig.panel("GET", f"/api/v1/migrations/{run.job}/requests?limit=100"))["results"]
-    cell.outcomes = Counter(row["outcome"] for row in rows)
+    cell.outcomes = Counter(_outcome(row) for row in rows)
     cell.problems += [text for text in [failure.must(job, rows)] if text]
     await _compare_blocks(run, living, cell)
     for instance in (run.source, run.target):
         if instance not in living:
             await rig.restart(instance)
             cell.free[instance.letter] = run.free[instance.letter], None
+
+
+def _outcome(row: dict[str, Any]) -> str:
+    """A request's fate as the job tells it."""
+    return "unknown" if row["code"] == "outcome_unknown" else str(row["outcome"])
 
 
 async def _full_speed(run: Run, living: list[Any]) -> None:
@@ -310,7 +316,7 @@ async def _measure(arguments: argparse.Namespace) -> list[Cell]:
             for state, failure in _chosen(arguments.only):
                 cell = await run_cell(rig, state, failure)
                 cells.append(cell)
-                _say(_line(cell))
+                _say(f"{time.strftime('%H:%M:%S')} {_line(cell)}")
     finally:
         if arguments.keep_logs:
             shutil.copytree(folder / "logs", arguments.keep_logs, dirs_exist_ok=True)
