@@ -177,20 +177,21 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-async def _main(arguments: argparse.Namespace) -> dict[str, Row]:
+def _rows_for(arguments: argparse.Namespace) -> dict[str, Row]:
+    rows = {kind.name: Row(kind) for kind in KINDS if arguments.kinds in kind.name}
+    if arguments.kinds in "crowded":
+        rows |= crowded_rows()
+    return {name: row for name, row in rows.items() if arguments.stack in ("", row.kind.stack)}
+
+
+async def _main(arguments: argparse.Namespace, rows: dict[str, Row]) -> None:
     draw = Draw(arguments.seed)
     _say(f"seed {arguments.seed}")
-    kinds = [kind for kind in KINDS if arguments.kinds in kind.name]
-    rows = {kind.name: Row(kind) for kind in kinds}
-    crowd = crowded_rows() if arguments.kinds in "crowded" else {}
-    rows |= crowd
-    total = len(kinds) + len(crowd)
     for number, name in enumerate(STACKS):
-        mine = [row.kind for row in rows.values() if row.kind.stack == name]
-        if mine and arguments.stack in ("", name):
-            wanted = round(arguments.requests * len(mine) / total)
-            await measure(name, mine, rows, wanted, draw, arguments.port + 10 * number)
-    return {name: row for name, row in rows.items() if arguments.stack in ("", row.kind.stack)}
+        kinds = [row.kind for row in rows.values() if row.kind.stack == name]
+        if kinds:
+            wanted = round(arguments.requests * len(kinds) / len(rows))
+            await measure(name, kinds, rows, wanted, draw, arguments.port + 10 * number)
 
 
 def main() -> int:
@@ -202,10 +203,16 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8300, help="first of the ports that are used")
     parser.add_argument("--write", type=Path, help="document to write, for example docs/fidelity.md")
     arguments = parser.parse_args()
-    rows = asyncio.run(_main(arguments))
+    rows = _rows_for(arguments)
+    complete = False
+    try:
+        asyncio.run(_main(arguments, rows))
+        complete = True
+    except KeyboardInterrupt:
+        _say("interrupted: this is what was seen until then")
     text = document(rows, arguments.seed)
     sys.stderr.write(text)
-    if arguments.write:
+    if arguments.write and complete:
         arguments.write.write_text(text)
     result: dict[str, Any] = {
         "migrated": sum(row.migrated for row in rows.values()),
@@ -216,7 +223,7 @@ def main() -> int:
         "seed": arguments.seed,
     }
     print(json.dumps(result))
-    return 0 if all(row.holds for row in rows.values()) else 1
+    return 0 if complete and all(row.holds for row in rows.values()) else 1
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.kinds import CHAT, RESPONSES, TEXT, Kind, prompt
+from benchmarks.kinds import CHAT, TEXT, Kind, prompt
 
 __all__ = ["ADAPTERS", "REFUSED", "STATES", "STATIC"]
 
@@ -41,17 +41,14 @@ REFUSED: list[Kind] = [
     Kind("beam search", TEXT, {"temperature": 0, "n": 2, "use_beam_search": True}, refused="beam_search").but(
         streamed=False
     ),
-    Kind(
-        "responses, in the background",
-        RESPONSES,
-        {"temperature": 0, "background": True, "store": True},
-        refused="background",
-        streamed=False,
-    ),
 ]
 
 #: Rows that no run on this machine can show, with what shows them instead.
 STATIC: list[tuple[str, str]] = [
+    (
+        "responses in the background, or on top of an earlier one",
+        "refused: `background`, `previous_response`; unit test",
+    ),
     ("pooling", "refused: `pooling`; needs another model, shown by a unit test"),
     ("streaming-input sessions", "refused: `streaming_input`; shown by a unit test"),
     ("prompt_embeds", "refused: `prompt_embeds`; shown by a unit test"),
