@@ -1,6 +1,6 @@
 """The failure table: every state of a move, and everything that can fail in it, on two real engines.
 
-    python -m benchmarks.failures [--only STATE:FAILURE ...] [--write docs/failures.md]
+    python -m benchmarks.failures [--only STATE:FAILURE ...] [--results FILE [--minutes N]] [--write docs/failures.md]
 
 Each cell runs a handful of clients, holds their migration in one state, lets one thing fail, and then asserts: clients
 whose engine lives get the complete answer, equal to that of an undisturbed run; the others get an error in the
@@ -8,7 +8,9 @@ protocol's shape after a correct beginning; nothing stays parked, frozen, quaran
 has as many free KV blocks as before, and its prefix cache can be emptied, which fails while anybody holds a block.
 
 The table goes to stderr (and, with --write, into the document); the last line of stdout is JSON: `cells`, `held`,
-`failed`. Exit code 0 only if every cell held. `--only frozen:` runs a row, `--only ":A killed"` a column.
+`failed`. Exit code 0 only if every cell held. `--only frozen:` runs a row, `--only ":A killed"` a column. The whole
+takes half an hour, most of it for starting killed engines again: with `--results` it can be done in several sittings,
+each of which runs only cells that have not held yet.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from benchmarks.answers import Answer
 from benchmarks.demo_models import tiny_model
@@ -49,9 +53,9 @@ class Cell:
 
     state: str
     failure: str
-    clients: Counter[str] = field(default_factory=Counter)
+    clients: dict[str, int] = field(default_factory=dict)
     job: str = ""
-    outcomes: Counter[str] = field(default_factory=Counter)
+    outcomes: dict[str, int] = field(default_factory=dict)
     free: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     let_go_s: float | None = None
     silence_s: float = 0.0
@@ -142,7 +146,7 @@ async def _watch(run: Run, failure: Failure, cell: Cell, began: float) -> None:
     job = await rig.job_ended(run.job)
     cell.job = job["state"]
     rows = (await rig.panel("GET", f"/api/v1/migrations/{run.job}/requests?limit=100"))["results"]
-    cell.outcomes = Counter(_outcome(row) for row in rows)
+    cell.outcomes = dict(Counter(_outcome(row) for row in rows))
     cell.problems += [text for text in [failure.must(job, rows)] if text]
     await _compare_blocks(run, living, cell)
     for instance in (run.source, run.target):
@@ -201,19 +205,21 @@ async def _all_have(clients: list[Client]) -> bool:
 
 
 def _judge(cell: Cell, state: State, failure: Failure, clients: list[Client], references: list[Answer]) -> None:
+    seen: Counter[str] = Counter()
     for client, reference in zip(clients, references, strict=True):
         answer = client.answer
         if client.left:
-            cell.clients["left"] += 1
+            seen["left"] += 1
             continue
         fate = failure.fate(state.name)
         difference = _difference(fate, reference, answer)
-        cell.clients[fate if not difference else "WRONG"] += 1
+        seen[fate if not difference else "WRONG"] += 1
         if difference:
             cell.problems.append(f"{answer.request.name}: {difference}")
         if fate == "exact":
             times = [when for when, _ in answer.arrivals]
             cell.silence_s = max([cell.silence_s, *(b - a for a, b in pairwise(times))])
+    cell.clients = dict(seen)
 
 
 def _difference(fate: str, reference: Answer, answer: Answer) -> str:
@@ -284,7 +290,7 @@ def _line(cell: Cell) -> str:
     return "| " + " | ".join(columns) + " |"
 
 
-def _counted(counts: Counter[str]) -> str:
+def _counted(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "-"
 
 
@@ -307,16 +313,45 @@ def _chosen(only: list[str]) -> list[tuple[State, Failure]]:
     return chosen
 
 
+def _remembered(path: Path | None) -> dict[tuple[str, str], Cell]:
+    """Cells of earlier sittings; of one that was run twice, the last."""
+    if path is None or not path.exists():
+        return {}
+    cells = [msgspec.json.decode(line, type=Cell) for line in path.read_text().splitlines()]
+    return {(cell.state, cell.failure): cell for cell in cells}
+
+
 async def _measure(arguments: argparse.Namespace) -> list[Cell]:
+    """Runs the chosen cells that have not held in an earlier sitting; returns all that were ever run, in order."""
+    known = _remembered(arguments.results)
+    missing = [pair for pair in _chosen(arguments.only) if (cell := known.get(_key(pair))) is None or not cell.held]
+    if missing:
+        for cell in await _sitting(arguments, missing):
+            known[cell.state, cell.failure] = cell
+    return [known[_key(pair)] for pair in _chosen([]) if _key(pair) in known]
+
+
+def _key(pair: tuple[State, Failure]) -> tuple[str, str]:
+    return pair[0].name, pair[1].name
+
+
+async def _sitting(arguments: argparse.Namespace, pairs: list[tuple[State, Failure]]) -> list[Cell]:
     folder = Path(tempfile.mkdtemp(prefix="failures-"))
     cells: list[Cell] = []
+    ends_at = time.monotonic() + 60 * arguments.minutes
     try:
         model = arguments.model or str(tiny_model())
         async with Rig.started(folder, model, arguments.port, _say, KV_CACHE_BYTES) as rig:
-            for state, failure in _chosen(arguments.only):
+            for state, failure in pairs:
+                if time.monotonic() > ends_at:
+                    _say("The time of this sitting is over.")
+                    break
                 cell = await run_cell(rig, state, failure)
                 cells.append(cell)
                 _say(f"{time.strftime('%H:%M:%S')} {_line(cell)}")
+                if arguments.results:
+                    with arguments.results.open("ab") as file:
+                        file.write(msgspec.json.encode(cell) + b"\n")
     finally:
         if arguments.keep_logs:
             shutil.copytree(folder / "logs", arguments.keep_logs, dirs_exist_ok=True)
@@ -336,6 +371,8 @@ def main() -> int:
     parser.add_argument("--model", help="folder of another model (default: a tiny random one)")
     parser.add_argument("--port", type=int, default=8800, help="first of the ports to use")
     parser.add_argument("--write", type=Path, help="document to write, for example docs/failures.md")
+    parser.add_argument("--results", type=Path, help="file that remembers cells from one sitting to the next")
+    parser.add_argument("--minutes", type=float, default=1e6, help="no new cell is begun after that time")
     parser.add_argument("--keep-logs", type=Path, help="folder that gets the logs of all processes")
     arguments = parser.parse_args()
     if not _chosen(arguments.only):
