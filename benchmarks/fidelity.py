@@ -135,7 +135,10 @@ async def _one_batch(
     """Moves one batch there and back and returns how many migrations that were."""
     salt = draw.next_salt()
     requests = batch_of(chosen, salt)
+    began = time.monotonic()
+    _say(f"  prompts {salt}: {'; '.join(sorted({kind.name for kind in chosen}))}")
     references = await undisturbed(stack, requests)
+    compared = time.monotonic()
     warm = [request for kind, request in zip(chosen, requests, strict=True) if kind.warm]
     if warm:
         url = next(instance.base_url for instance in stack.instances.values() if instance.id == target)
@@ -162,6 +165,12 @@ async def _one_batch(
         for kind in chosen:
             rows[kind.name].troubles.append(str(error))
         return 0
+    over = time.monotonic()
+    moves = [
+        f"{migration.job['state']}, {sum(row['outcome'] == 'moved' for row in migration.requests)} moved"
+        for migration in run.migrations
+    ]
+    _say(f"    undisturbed {compared - began:.0f} s, moved {over - compared:.0f} s; {'; '.join(moves)}")
     for verdict, reference in zip(run.verdicts, references, strict=True):
         for split in verdict.splits:
             await weigh(stack.url, MODEL, reference, split)

@@ -122,6 +122,17 @@ def test_a_whole_chat_answer_fills_the_same_channels() -> None:
     assert answer.token_ids == [3, 4, 5] and answer.choice(1).prompt_token_ids == [9]
 
 
+def test_a_choice_that_has_ended_does_not_hold_the_others_up() -> None:
+    answer = Answer(CHAT)
+    reader = OpenAIReader(answer)
+    for event in (
+        _chunk({"index": 0, "delta": {}, "token_ids": [1], "finish_reason": "stop"}),
+        _chunk({"index": 1, "delta": {}, "token_ids": [1, 2, 3]}),
+    ):
+        reader.event("", json.dumps(event).encode(), 1.0)
+    assert answer.progress == 3
+
+
 # -- /v1/responses -----------------------------------------------------------------------------------------------------
 
 
