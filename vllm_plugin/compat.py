@@ -5,29 +5,24 @@ Every name the plugin takes from vLLM is listed in `_NAMES` and resolved on firs
 never breaks serving: the plugin then leaves the engine alone and the migration endpoints answer 501 with the
 probe's name.
 
-Works on vLLM 0.30 to 0.32 (v1 engine, docs/compatibility.md); where they differ, a function at the end of this module
-hides it. Paths in comments are relative to the installed `vllm` package.
+Works on vLLM 0.30 to 0.32 (v1 engine, docs/compatibility.md); where their scheduler's queues differ,
+`queues.py` hides it. Paths in comments are relative to the installed `vllm` package.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_plugin.sources import Installed, Sources, assigned_attributes, class_in, resolve
+from vllm_plugin.sources import Installed, Sources, assigned_attributes, class_in, resolve, syntax_digest
 
 __all__ = [
-    "committed_waiting",
-    "enqueue_resumed",
     "install_engine_utility",
     "missing_probes",
-    "nothing_waits",
     "probes",
-    "promised_run_slots",
-    "run_slots",
+    "sampler_fingerprint",
     "vllm_version",
 ]
 
@@ -79,10 +74,14 @@ _PATHS = {
     "BlockPool": "vllm.v1.core.block_pool:BlockPool",
     "LoRARequest": "vllm.lora.request:LoRARequest",
     "NewRequestData": "vllm.v1.core.sched.output:NewRequestData",
+    "RequestQueue": "vllm.v1.core.sched.request_queue:RequestQueue",
     "StructuredOutputManager": "vllm.v1.structured_output:StructuredOutputManager",
     "StructuredOutputRequest": "vllm.v1.structured_output.request:StructuredOutputRequest",
     "VllmConfig": "vllm.config:VllmConfig",
 }
+
+#: The code that turns random state into tokens, for the V1 and the V2 runner.
+_SAMPLERS = ("vllm.v1.sample.ops.topk_topp_sampler", "vllm.v1.worker.gpu.sample.gumbel")
 
 #: The method by which the API server reaches the plugin's half in the engine core (v1/engine/core.py looks
 #: utilities up by name).
@@ -123,7 +122,7 @@ def _method_says(cls: str, method: str, text: str) -> Probe:
 
 
 def _one_of(*alternatives: Probe) -> Probe:
-    """For what is called differently in the supported versions; a function at the end of this module chooses."""
+    """For what is called differently in the supported versions; `queues.py` chooses."""
     return lambda sources: any(_passes(probe, sources) for probe in alternatives)
 
 
@@ -182,6 +181,7 @@ _PROBES: dict[str, Probe] = {
     "scheduler.resumed_first": _one_of(
         _assigns("Scheduler", "kv_holding_waiting"), _assigns("Scheduler", "skipped_waiting")
     ),
+    "scheduler.request_queue": _members("RequestQueue", "prepend_request", "remove_requests", "__len__", "__iter__"),
     "scheduler.defer_block_free": _assigns("Scheduler", "defer_block_free", "deferred_frees", "sched_step_seq"),
     "scheduler.finished_req_ids": _assigns("Scheduler", "finished_req_ids"),
     "vllm_config.max_concurrent_batches": _members("VllmConfig", "max_concurrent_batches"),
@@ -273,6 +273,7 @@ _PROBES: dict[str, Probe] = {
     ),
     "model_runner.requests": _runner_keeps_requests,
     "new_request_data.prefill_token_ids": _members("NewRequestData", "prefill_token_ids"),
+    "sampler.sources": lambda sources: all(sources.module_text(module) for module in _SAMPLERS),
     # One logical shape for every layer, whatever the physical layout (0.29+, RFC #42082).
     "kv_cache_layout": lambda sources: sources.has("vllm.v1.kv_cache_layout"),
 }
@@ -303,6 +304,14 @@ def vllm_version() -> str:
     return version
 
 
+def sampler_fingerprint() -> str:
+    """Eight hex digits that change with the code that draws tokens.
+
+    A generator's state means the same only to the same code: 0.31 and 0.32 each draw other tokens from one state.
+    """
+    return syntax_digest(Installed(), _SAMPLERS)[:8]
+
+
 def install_engine_utility() -> None:
     """Adds the plugin's two utilities to `EngineCore`. Adds, never replaces; safe to call twice.
 
@@ -319,73 +328,3 @@ def install_engine_utility() -> None:
         if hasattr(engine_core, name):
             raise RuntimeError(f"vLLM's EngineCore already has an attribute {name!r}")
         setattr(engine_core, name, function)
-
-
-# -- the same in every supported version -------------------------------------------------------------------------------
-
-
-def _run_slots_attribute(scheduler: Any) -> str:
-    # 0.31 split the limit of admissions from the size of the model runner's batch.
-    return "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
-
-
-def run_slots(scheduler: Any) -> int:
-    """How many requests may run at once."""
-    slots: int = getattr(scheduler, _run_slots_attribute(scheduler))
-    return slots
-
-
-@contextmanager
-def promised_run_slots(scheduler: Any, promised: int) -> Iterator[None]:
-    """Keeps `promised` run slots free of admissions. What runs already counts as allowed: 0.30 asserts that."""
-    attribute = _run_slots_attribute(scheduler)
-    slots = getattr(scheduler, attribute)
-    setattr(scheduler, attribute, max(slots - promised, len(scheduler.running)))
-    try:
-        yield
-    finally:
-        setattr(scheduler, attribute, slots)
-
-
-def nothing_waits(scheduler: Any) -> bool:
-    """True when no request waits in any of the scheduler's queues."""
-    return not scheduler.waiting and not _first_queue(scheduler)
-
-
-def committed_waiting(scheduler: Any) -> int:
-    """Requests that own KV blocks and wait for a run slot, as a committed one does until its first step."""
-    if hasattr(scheduler, "kv_holding_waiting"):
-        return len(scheduler.kv_holding_waiting)
-    queues = (scheduler.skipped_waiting, scheduler.waiting)
-    return sum(1 for queue in queues for request in queue if request.num_computed_tokens > 0)
-
-
-def enqueue_resumed(scheduler: Any, request: Any) -> None:
-    """Queues a request that owns its blocks before all that own none."""
-    if hasattr(scheduler, "kv_holding_waiting"):
-        scheduler._enqueue_waiting_request(request)
-    else:
-        # 0.30 takes from `skipped_waiting` first; by itself it would put the request behind all others.
-        scheduler.skipped_waiting.prepend_request(request)
-
-
-def enqueue_new(scheduler: Any, request: Any) -> None:
-    """Queues a request that owns no blocks, as vLLM does on its arrival."""
-    scheduler._enqueue_waiting_request(request)
-
-
-def take_from_queue(scheduler: Any, request: Any) -> None:
-    """Takes a waiting request out of whatever queue it is in; it stays in `requests`, so that an abort finds it."""
-    for queue in (scheduler.waiting, _first_queue(scheduler)):
-        queue.remove_requests([request])
-    if hasattr(scheduler, "deferred_waiting"):
-        scheduler.deferred_waiting.discard(request)
-
-
-def put_back_first(scheduler: Any, request: Any) -> None:
-    """Puts a request that was taken from its queue before all that wait."""
-    scheduler.waiting.prepend_request(request)
-
-
-def _first_queue(scheduler: Any) -> Any:
-    return scheduler.kv_holding_waiting if hasattr(scheduler, "kv_holding_waiting") else scheduler.skipped_waiting

@@ -13,20 +13,11 @@ from typing import Any
 
 from vllm_plugin.adapters import no_slot
 from vllm_plugin.book import MoveBook, ParkedRequest, ParkedStream, split_logprobs
-from vllm_plugin.compat import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    LogprobsLists,
-    PrefillStats,
-    RequestStatus,
-    committed_waiting,
-    enqueue_new,
-    enqueue_resumed,
-    run_slots,
-)
+from vllm_plugin.compat import EngineCoreOutput, EngineCoreOutputs, LogprobsLists, PrefillStats, RequestStatus
 from vllm_plugin.faults import Faults
 from vllm_plugin.grammar import replay_grammar
 from vllm_plugin.messages import CommitItem, CommitPart, GrowItem, GrownItem, Refusal
+from vllm_plugin.queues import committed_waiting, enqueue_new, enqueue_resumed, run_slots
 from vllm_plugin.replay import apart, end_apart
 from vllm_plugin.scheduler import MigrationScheduler
 

@@ -12,14 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_plugin.book import MoveBook, SchedulerListener, own_columns
-from vllm_plugin.compat import (
-    AsyncScheduler,
-    Scheduler,
-    nothing_waits,
-    promised_run_slots,
-    put_back_first,
-    take_from_queue,
-)
+from vllm_plugin.compat import AsyncScheduler, Scheduler
+from vllm_plugin.queues import nothing_waits, promised_run_slots, put_back_first, take_from_queue
 
 __all__ = [
     "CHOICES_ARGUMENT",

@@ -6,14 +6,16 @@ Knows nothing of vLLM itself.
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["Installed", "Sources", "assigned_attributes", "class_in", "resolve"]
+__all__ = ["Installed", "Sources", "assigned_attributes", "class_in", "resolve", "syntax_digest"]
 
 
 def resolve(path: str) -> Any:
@@ -91,3 +93,9 @@ def class_in(text: str, name: str) -> ast.ClassDef:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return node
     raise LookupError(name)
+
+
+def syntax_digest(sources: Sources, modules: Iterable[str]) -> str:
+    """SHA-256 of what modules do: comments and layout do not count."""
+    trees = [ast.dump(ast.parse(sources.module_text(module))) for module in modules]
+    return hashlib.sha256("".join(trees).encode()).hexdigest()

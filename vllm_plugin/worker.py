@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vllm_plugin.compat import CachedRequestState
+from vllm_plugin.compat import CachedRequestState, sampler_fingerprint
 from vllm_plugin.data import DataServer, KVCache
 
 __all__ = ["MigrationWorker"]
@@ -48,7 +48,7 @@ class MigrationWorker:
             "cpu_isa": _cpu_isa(self.model_runner),
             "weights": _weights_fingerprint(self.model_runner),
             "runner": type(self.model_runner).__name__,
-            "rng": f"{self.model_runner.device.type}-{_rng_family(self.model_runner)}",
+            "rng": f"{self.model_runner.device.type}-{sampler_fingerprint()}-{_rng_family(self.model_runner)}",
         }
 
     def vllm_hi_generator_state(self, request_id: str) -> bytes | None:

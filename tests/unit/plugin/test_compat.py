@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.version_sources import Unpacked
-from vllm_plugin import compat
+from vllm_plugin import compat, queues
 from vllm_plugin.compat import Scheduler, missing_probes, probes
 from vllm_plugin.sources import Installed
 
@@ -133,6 +133,17 @@ def test_a_class_is_found_through_the_module_that_passes_it_on(tmp_path: Path):
         sources.parameters("package:Passed", "gone")
 
 
+def test_another_way_to_draw_tokens_has_another_fingerprint(monkeypatch: pytest.MonkeyPatch):
+    before = compat.sampler_fingerprint()
+    real = Installed.module_text
+    monkeypatch.setattr(Installed, "module_text", lambda self, module: "# a comment\n" + real(self, module))
+    assert compat.sampler_fingerprint() == before
+    monkeypatch.setattr(
+        Installed, "module_text", lambda self, module: real(self, module).replace("fused_gumbel_argmax", "other")
+    )
+    assert compat.sampler_fingerprint() != before
+
+
 # -- the same in every supported version -------------------------------------------------------------------------------
 
 
@@ -171,12 +182,12 @@ both = pytest.mark.parametrize("make", [scheduler_030, scheduler_031])
 @both
 def test_promised_slots_are_kept_from_admissions_and_given_back(make: Callable[[], Any]):
     scheduler = make()
-    attribute = compat._run_slots_attribute(scheduler)
+    attribute = queues._run_slots_attribute(scheduler)
     before = vars(scheduler).copy()
-    with pytest.raises(RuntimeError), compat.promised_run_slots(scheduler, 3):
-        assert compat.run_slots(scheduler) == 1
+    with pytest.raises(RuntimeError), queues.promised_run_slots(scheduler, 3):
+        assert queues.run_slots(scheduler) == 1
         raise RuntimeError("a step failed")
-    assert compat.run_slots(scheduler) == 4
+    assert queues.run_slots(scheduler) == 4
     assert {**vars(scheduler), attribute: 4} == before
 
 
@@ -184,21 +195,21 @@ def test_promised_slots_are_kept_from_admissions_and_given_back(make: Callable[[
 def test_the_limit_never_falls_below_what_runs(make: Callable[[], Any]):
     scheduler = make()
     scheduler.running = [waiting(5), waiting(5), waiting(5)]
-    with compat.promised_run_slots(scheduler, 3):
-        assert compat.run_slots(scheduler) == 3
+    with queues.promised_run_slots(scheduler, 3):
+        assert queues.run_slots(scheduler) == 3
 
 
 @both
 def test_a_resumed_request_is_counted_and_waits_before_the_others(make: Callable[[], Any]):
     scheduler = make()
-    assert compat.nothing_waits(scheduler)
+    assert queues.nothing_waits(scheduler)
     scheduler.waiting.append(waiting())
-    assert not compat.nothing_waits(scheduler)
-    assert compat.committed_waiting(scheduler) == 0
+    assert not queues.nothing_waits(scheduler)
+    assert queues.committed_waiting(scheduler) == 0
     resumed = waiting(12)
-    compat.enqueue_resumed(scheduler, resumed)
-    assert compat.committed_waiting(scheduler) == 1
+    queues.enqueue_resumed(scheduler, resumed)
+    assert queues.committed_waiting(scheduler) == 1
     first = scheduler.skipped_waiting if hasattr(scheduler, "skipped_waiting") else scheduler.kv_holding_waiting
     assert first[0] is resumed
     scheduler.waiting.clear()
-    assert not compat.nothing_waits(scheduler)
+    assert not queues.nothing_waits(scheduler)
