@@ -141,7 +141,7 @@ class Answer:
 
     @property
     def progress(self) -> int:
-        """Output tokens so far of the choice under way that has the fewest; events where the route carries no tokens."""
+        """Output tokens of the choice under way that has the fewest; events where the route carries no tokens."""
         going = [choice for choice in self.choices.values() if choice.finish_reason is None]
         lengths = [len(choice.token_ids) for choice in going or self.choices.values()]
         return min(lengths) if any(lengths) else self.deltas

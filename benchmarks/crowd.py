@@ -51,7 +51,7 @@ async def measure_crowd(
     """Moves crowded batches until every state has been seen to move and `wanted` requests have."""
     ids = [instance.id for instance in stack.instances.values()]
     await run_requests(stack.url, MODEL, _first_lot(next_salt())[:1])
-    mine = [rows[name] for name in _STATES.values()]
+    mine = [rows[name] for name in _STATES.values() if name in rows]
     for turn in range(8):
         missing = [row.kind.name for row in mine if not row.tried]
         moved = sum(row.migrated for row in mine)
@@ -120,7 +120,7 @@ async def _one_crowd(
         for split in verdict.splits:
             await weigh(stack.url, MODEL, references[answers.index(answer)], split)
         state = next((state for name, state in states.items() if answer.stream_id and answer.stream_id in name), "")
-        if state:
+        if state and _STATES[state] in rows:
             for line in judge_one(rows[_STATES[state]], verdict, answer, run, salt):
                 say(f"  {line}")
 

@@ -1,7 +1,7 @@
 """The fidelity matrix: every kind of request, really moved in mid-answer, and compared with the same request
 undisturbed.
 
-    python -m benchmarks.fidelity [--requests 300] [--seed N] [--kinds TEXT] [--write docs/fidelity.md]
+    python -m benchmarks.fidelity [--requests 300] [--seed N] [--kinds REGEX] [--write docs/fidelity.md]
 
 Starts the product with two real instances, moves batches of requests there and back at cut points drawn at random, and
 counts. The table goes to stderr (and, with --write, into the document); the last line of stdout is JSON: `migrated`,
@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -187,10 +188,12 @@ def _say(line: str) -> None:
 
 
 def _rows_for(arguments: argparse.Namespace) -> dict[str, Row]:
-    rows = {kind.name: Row(kind) for kind in KINDS if arguments.kinds in kind.name}
-    if arguments.kinds in "crowded":
-        rows |= crowded_rows()
-    return {name: row for name, row in rows.items() if arguments.stack in ("", row.kind.stack)}
+    rows = {kind.name: Row(kind) for kind in KINDS} | crowded_rows()
+    return {
+        name: row
+        for name, row in rows.items()
+        if re.search(arguments.kinds, name) and arguments.stack in ("", row.kind.stack)
+    }
 
 
 async def _main(arguments: argparse.Namespace, rows: dict[str, Row]) -> None:
@@ -207,7 +210,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=320, help="how many must have moved")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1_000_000))
-    parser.add_argument("--kinds", default="", help="only kinds with this in their names")
+    parser.add_argument("--kinds", default="", help="only kinds whose names match this regular expression")
     parser.add_argument("--stack", default="", choices=["", *STACKS], help="only kinds that need these instances")
     parser.add_argument("--port", type=int, default=8300, help="first of the ports that are used")
     parser.add_argument("--write", type=Path, help="document to write, for example docs/fidelity.md")
