@@ -48,6 +48,9 @@ class FrontEnd:
     def _read_fixed(self) -> dict[str, str]:
         tokenizer, args = getattr(self._engine_client, "tokenizer", None), self._args
         reasoning = getattr(getattr(args, "structured_outputs_config", None), "reasoning_parser", None)
+        if reasoning and getattr(args, "enable_force_include_usage", False):
+            # Every stream then tells the number of reasoning tokens, whether the client asked or not.
+            reasoning += " with usage"
         # Without the second flag vLLM makes no tool parser, whatever the first says.
         tool = getattr(args, "tool_call_parser", None) if getattr(args, "enable_auto_tool_choice", False) else None
         return {

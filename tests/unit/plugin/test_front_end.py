@@ -111,6 +111,14 @@ async def test_what_changes_answers_is_a_factor(name: str, changed: dict[str, An
     assert json.loads(json.dumps(plain)) == plain
 
 
+async def test_a_reasoning_parser_whose_count_is_always_told_is_another_one() -> None:
+    qwen = {"structured_outputs_config": SimpleNamespace(reasoning_parser="qwen3")}
+    told = argparse.Namespace(**vars(ARGS) | qwen, enable_force_include_usage=True)
+    assert (await front_end(told)[0].facts())["reasoning_parser"] == "qwen3 with usage"
+    silent = argparse.Namespace(**vars(ARGS), enable_force_include_usage=True)
+    assert (await front_end(silent)[0].facts())["reasoning_parser"] == "none"
+
+
 async def test_a_template_counts_by_content_not_by_where_it_lies(tmp_path: Path) -> None:
     (tmp_path / "a.jinja").write_text("{{ messages }}")
     given = argparse.Namespace(**vars(ARGS) | {"chat_template": str(tmp_path / "a.jinja")})

@@ -117,6 +117,17 @@ def test_empty_reasoning_is_an_item_of_a_response_and_nothing_elsewhere() -> Non
     assert [code and code.code for code in codes] == [None, None, "parser_not_chunk_invariant"]
 
 
+def test_a_stream_that_tells_its_number_of_reasoning_tokens_stays() -> None:
+    body = {"stream": True, "stream_options": {"include_usage": True}}
+    refused = refusal(CHAT, body, "", "thinks")
+    assert refused is not None and refused.code == "parser_not_chunk_invariant"
+    assert refusal(CHAT, body, "good", "") is None
+    assert refusal(CHAT, {**body, "stream": False}, "", "thinks") is None
+    assert refusal(CHAT, {**body, "stream_options": {"include_usage": False}}, "", "thinks") is None
+    # Anthropic's usage has no such number.
+    assert refusal(MESSAGES, {"stream": True}, "", "thinks") is None
+
+
 def test_tools_that_a_message_adds_are_tools() -> None:
     addition = {"type": "tool_addition", "tool": {"type": "tool_definition"}}
     messages = [{"role": "user", "content": "a"}, {"role": "system", "content": [addition]}]
