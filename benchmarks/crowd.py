@@ -7,6 +7,7 @@ into the row of the state that it was found in.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -61,23 +62,26 @@ async def measure_crowd(
         await _one_crowd(stack, rows, next_salt(), ids[turn % 2], ids[1 - turn % 2], turn % 2 == 1, say)
 
 
-def _first_lot(salt: int, long: bool = False) -> list[Request]:
-    """Five requests that decode. With long prompts they outgrow the KV cache together, and some are preempted."""
-    kinds = [Kind("crowded", CHAT if index % 2 else TEXT, {"temperature": 0, "max_tokens": 70}) for index in range(5)]
-    text = _exact_words(230) if long else _exact_words(40)
-    return [kind.but(text=text).request(salt * 100 + index) for index, kind in enumerate(kinds)]
+def _first_lot(salt: int, preempt: bool = False) -> list[Request]:
+    """Five requests that decode. To preempt some of them, prompts that almost fill four blocks each: of the 23 that
+    there are for them, five requests with a fifth block each need more."""
+    kind = Kind("crowded", TEXT, {"temperature": 0, "max_tokens": 70}, text=_words(452 if preempt else 40))
+    paths = (TEXT,) if preempt else (TEXT, CHAT)
+    return [kind.but(path=paths[index % len(paths)]).request(salt * 100 + index) for index in range(5)]
 
 
 def _second_lot(salt: int) -> list[Request]:
-    """One whose prefill takes several steps, and three for which there is no run slot."""
-    long = Kind("crowded, long", TEXT, {"temperature": 0, "max_tokens": 60}, text=_exact_words(700))
-    short = Kind("crowded, late", TEXT, {"temperature": 0, "max_tokens": 60}, text=_exact_words(40))
+    """One whose prefill takes several steps of 256 tokens, and three for which there is no run slot."""
+    long = Kind("crowded, long", TEXT, {"temperature": 0, "max_tokens": 60}, text=_words(1400))
+    short = Kind("crowded, late", TEXT, {"temperature": 0, "max_tokens": 60}, text=_words(40))
     return [long.request(salt * 100 + 50), *(short.request(salt * 100 + 51 + index) for index in range(3))]
 
 
-def _exact_words(count: int) -> Callable[[int], str]:
+def _words(count: int) -> Callable[[int], str]:
+    """Prompts of so many words, which are a few tokens more."""
+
     def text(number: int) -> str:
-        words = " ".join(prompt(number * 10 + part) for part in range(9)).split()
+        words = " ".join(prompt(number * 20 + part) for part in range(20)).split()
         return f"Part {number}: {' '.join(words[:count])}. Continue."
 
     return text
@@ -92,7 +96,8 @@ async def _one_crowd(
     preempt: bool,
     say: Callable[[str], None],
 ) -> None:
-    first = _first_lot(salt, long=preempt)
+    awaited = "preempted" if preempt else "prefilling"
+    first = _first_lot(salt, preempt)
     second = _second_lot(salt)[1:] if preempt else _second_lot(salt)
     base_url = next(instance.base_url for instance in stack.instances.values() if instance.id == source)
     salted = [Request(one.name, one.path, {**one.body, "cache_salt": "undisturbed"}) for one in first + second]
@@ -107,13 +112,17 @@ async def _one_crowd(
         loads = [asyncio.ensure_future(run_requests(stack.url, MODEL, first, progress=live.extend))]
         try:
             await until_all_have(live, 6, loads[0])
-            loads.append(asyncio.ensure_future(run_requests(stack.url, MODEL, second)))
-            states = await _states(stack, base_url, "preempted" if preempt else "prefilling", loads[0])
+            for lot in (second[:1], second[1:]):
+                loads.append(asyncio.ensure_future(run_requests(stack.url, MODEL, lot)))
+                # In this order: the long one takes the last run slot.
+                await asyncio.sleep(0.1)
+            states = await _states(stack, base_url, awaited, loads[0])
             migration = await panel.finished(await panel.migrate(source, target, migration_type="preserve_source"))
             answers = [answer for load in loads for answer in await load]
         finally:
             for load in loads:
                 load.cancel()
+    say(f"    awaited {awaited}; {dict(Counter(states.values()))}; {migration.job['state']}")
     found = verdicts(references, answers, migration.requests)
     run = MigrationRun(references, answers, found, [migration])
     for verdict, answer in zip(found, answers, strict=True):
@@ -126,7 +135,7 @@ async def _one_crowd(
 
 
 async def _states(stack: Stack, base_url: str, awaited: str, load: asyncio.Future[Any]) -> dict[str, str]:
-    """State by request id, as soon as one request is in the awaited state and one waits, or the load is over."""
+    """State by request id, as soon as one request is in the awaited state, or the load is over."""
     headers = {"Authorization": f"Bearer {stack.join_token}"}
     states: dict[str, str] = {}
     async with aiohttp.ClientSession(base_url, headers=headers) as session:
@@ -134,7 +143,7 @@ async def _states(stack: Stack, base_url: str, awaited: str, load: asyncio.Futur
             async with session.get("/vllm_hi/requests") as response:
                 listed = (await response.json())["requests"]
             states = {row["request_id"]: state_of(row) for row in listed}
-            if awaited in states.values() and "waiting" in states.values():
+            if awaited in states.values():
                 break
             await asyncio.sleep(0.02)
     return states
