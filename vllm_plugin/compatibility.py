@@ -72,6 +72,7 @@ FACTORS: tuple[Factor, ...] = (
     ),
     Factor("tool_parser", "error", "Start the target with the same --tool-call-parser as the source."),
     Factor("reasoning_parser", "error", "Start the target with the same --reasoning-parser as the source."),
+    Factor("answer_options", "error", "Start the target with the same of these flags as the source."),
     Factor(
         "scheduling_policy",
         "warning",

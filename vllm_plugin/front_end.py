@@ -19,6 +19,13 @@ __all__ = ["FrontEnd", "adapter_fingerprint", "tokenizer_fingerprint"]
 
 #: The files that make up an adapter (vllm/lora/lora_model.py).
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.*", "new_embeddings.*")
+#: Switches of the server that change what an answer says without being asked to by its request.
+_ANSWER_OPTIONS = (
+    "return_tokens_as_token_ids",
+    "enable_prompt_tokens_details",
+    "enable_force_include_usage",
+    "enable_per_request_metrics",
+)
 _NONE = "none"
 
 
@@ -58,6 +65,7 @@ class FrontEnd:
             "chat_template": _chat_template_fingerprint(tokenizer, args),
             "tool_parser": _parser(tool, getattr(args, "tool_parser_plugin", None)),
             "reasoning_parser": _parser(reasoning, getattr(args, "reasoning_parser_plugin", None)),
+            "answer_options": ", ".join(name for name in _ANSWER_OPTIONS if getattr(args, name, False)) or _NONE,
         }
 
 

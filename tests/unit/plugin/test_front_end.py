@@ -99,6 +99,8 @@ async def test_adapters_follow_what_is_loaded_and_are_read_once(tmp_path: Path) 
         ("tool_parser", {"enable_auto_tool_choice": False}),
         ("tool_parser", {"tool_parser_plugin": "ours.py"}),
         ("reasoning_parser", {"structured_outputs_config": SimpleNamespace(reasoning_parser="qwen3")}),
+        ("answer_options", {"enable_prompt_tokens_details": True}),
+        ("answer_options", {"return_tokens_as_token_ids": True}),
         ("chat_template", {"chat_template": "{{ messages }}"}),
         ("chat_template", {"default_chat_template_kwargs": {"enable_thinking": False}}),
     ],
