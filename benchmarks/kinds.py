@@ -9,10 +9,22 @@ from typing import Any
 
 from benchmarks.answers import Request
 
-__all__ = ["CHAT", "MESSAGES", "RESPONSES", "TEXT", "TOKENS", "Kind", "prompt"]
+__all__ = [
+    "CHAT",
+    "MESSAGES",
+    "REASONING_PARSER",
+    "RESPONSES",
+    "TEXT",
+    "TOKENS",
+    "TOOL_PARSER",
+    "Kind",
+    "prompt",
+]
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+#: What the stacks `tools` and `reasoning` are started with.
+TOOL_PARSER, REASONING_PARSER = "hermes", "deepseek_r1"
 #: Output tokens of most requests: enough for two moves in mid-answer.
 TOKENS = 110
 #: Fields that bring structure, whose end is the answer's end.

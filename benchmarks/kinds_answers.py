@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.kinds import CHAT, MESSAGES, RESPONSES, TEXT, Kind, prompt
+from benchmarks.kinds import CHAT, MESSAGES, REASONING_PARSER, RESPONSES, TEXT, TOOL_PARSER, Kind, prompt
+from vllm_plugin.parsers import chunk_invariant, tool_choice_kind
 
 __all__ = ["ANSWERS", "END_OF_REASONING", "REASONING"]
 
@@ -199,13 +200,28 @@ ANSWERS += [
 ]
 
 
-ANSWERS = [kind.but(stack="tools") if "tools" in kind.fields else kind for kind in ANSWERS]
 ANSWERS.append(Kind("no tools, on an instance with a tool parser", CHAT, {"temperature": 0}, stack="tools"))
+
+
+def _parsed(kind: Kind, tool_parser: str, reasoning_parser: str) -> Kind:
+    """The kind on the instances with these parsers: a streamed answer moves if they have been proved not to mind how
+    its tokens are grouped."""
+    kind = kind.but(stack="tools" if tool_parser else "reasoning")
+    choice = tool_choice_kind(kind.fields)
+    if not kind.streamed or kind.path == TEXT or chunk_invariant(tool_parser, reasoning_parser, choice):
+        return kind
+    return kind.but(refused="parser_not_chunk_invariant")
+
+
+ANSWERS = [
+    _parsed(kind, TOOL_PARSER, "") if "tools" in kind.fields or kind.stack == "tools" else kind for kind in ANSWERS
+]
 
 
 def _thinking(bias: float, **fields: Any) -> dict[str, Any]:
     """Sampling in which the reasoning ends: seldom, sooner or at once, as the bias for its last token says."""
-    return {"temperature": 1.0, "logit_bias": {str(END_OF_REASONING): bias}, **fields}
+    # Usage counts the tokens of the reasoning delta by delta, so that a stream with usage is refused.
+    return {"temperature": 1.0, "logit_bias": {str(END_OF_REASONING): bias}, "stream_options": None, **fields}
 
 
 REASONING: list[Kind] = [
@@ -214,15 +230,16 @@ REASONING: list[Kind] = [
     Kind("reasoning parser, cut behind the reasoning", CHAT, _thinking(21, seed=42)),
     Kind("reasoning parser, not streamed", CHAT, _thinking(17, seed=43), streamed=False),
     Kind("reasoning parser, logprobs", CHAT, _thinking(17, seed=44, logprobs=True)),
-    Kind("reasoning parser, text completion", TEXT, _thinking(17, seed=45)),
     Kind(
-        "reasoning parser, JSON schema",
+        "reasoning parser, usage",
         CHAT,
-        _thinking(19, seed=46, response_format=_STORY_FORMAT, max_tokens=150),
-        refused="structured_reasoning",
+        _thinking(17, seed=49, stream_options={"include_usage": True}),
+        refused="parser_not_chunk_invariant",
     ),
+    Kind("reasoning parser, text completion", TEXT, _thinking(17, seed=45)),
+    Kind("reasoning parser, JSON schema", CHAT, _thinking(19, seed=46, response_format=_STORY_FORMAT, max_tokens=150)),
     Kind("reasoning parser, responses", RESPONSES, _thinking(17, seed=47), refused="parser_not_chunk_invariant"),
     Kind("reasoning parser, responses, not streamed", RESPONSES, _thinking(17, seed=48), streamed=False),
     Kind("reasoning parser, messages", MESSAGES, {"temperature": 0}),
 ]
-REASONING = [kind.but(stack="reasoning") for kind in REASONING]
+REASONING = [_parsed(kind, "", REASONING_PARSER) for kind in REASONING]

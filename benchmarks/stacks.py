@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.demo_models import chat_model, lora_adapter
+from benchmarks.kinds import REASONING_PARSER, TOOL_PARSER
 from controlplane.serving import InstanceOptions
 from controlplane.supervisor import Stack, StackOptions
 
@@ -60,8 +61,8 @@ class Setup:
 STACKS: dict[str, Setup] = {
     "plain": Setup(("--scheduling-policy", "priority")),
     # With a tool parser every chat goes through it, tools or not.
-    "tools": Setup(("--enable-auto-tool-choice", "--tool-call-parser", "hermes"), adapters=("warm", "cold")),
-    "reasoning": Setup(("--reasoning-parser", "deepseek_r1"), thinking=True),
+    "tools": Setup(("--enable-auto-tool-choice", "--tool-call-parser", TOOL_PARSER), adapters=("warm", "cold")),
+    "reasoning": Setup(("--reasoning-parser", REASONING_PARSER), thinking=True),
     # Few run slots, few blocks, and a step in which no long prompt has room. Nothing seeded may run here: see
     # `serve_command` about what vLLM's CPU build does when a seeded request's prompt is split.
     "crowded": Setup(("--max-num-batched-tokens", "256"), max_num_seqs=6, kv_blocks=24),
