@@ -5,6 +5,7 @@ Fingerprints by name come from each instance's API server (`vllm_plugin.front_en
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,11 +47,15 @@ def target_refusal(expected: str, request: Any, adapters: Mapping[str, str]) -> 
 
 
 def no_slot(scheduler: Any, request: Any) -> str | None:
-    """One sentence if a step cannot take the request's adapter beside those of the requests that run already."""
+    """One sentence if a step cannot take the request's adapter beside those of the requests that run, or have been
+    promised a run slot."""
     lora, config = request.lora_request, scheduler.lora_config
     if lora is None or config is None:
         return None
-    used = {other.lora_request.lora_int_id for other in scheduler.running if other.lora_request is not None}
+    now = time.monotonic()
+    promised = [stream for stream in scheduler.book.parked.values() if stream.prepared_until > now]
+    others = [*scheduler.running, *(one.request for stream in promised for one in stream.arrived())]
+    used = {other.lora_request.lora_int_id for other in others if other.lora_request is not None}
     if lora.lora_int_id in used or len(used) < config.max_loras:
         return None
     return f"All {config.max_loras} adapter slots of the target (max_loras) are in use."

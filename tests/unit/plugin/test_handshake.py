@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -145,13 +146,35 @@ def test_an_unloaded_adapter_keeps_its_requests() -> None:
 
 
 @pytest.mark.parametrize(
-    ("running", "fits"),
-    [([], True), ([None, None], True), (["de"], True), (["de", "it"], False), (["de", "fr"], True)],
+    ("running", "promised", "late", "fits"),
+    [
+        ([], [], [], True),
+        ([None, None], [], [], True),
+        (["de"], [], [], True),
+        (["de", "it"], [], [], False),
+        (["de", "fr"], [], [], True),
+        # A run slot that is promised is as good as taken, until the promise is over.
+        (["de"], ["it"], [], False),
+        (["de"], ["fr"], [], True),
+        (["de"], [], ["it"], True),
+    ],
 )
-def test_a_step_takes_so_many_adapters(running: list[str | None], fits: bool) -> None:
-    numbers = {"fr": 1, "de": 2, "it": 3, None: 0}
+def test_a_step_takes_so_many_adapters(
+    running: list[str | None], promised: list[str], late: list[str], fits: bool
+) -> None:
+    def requests(names: list[Any]) -> list[Any]:
+        return [request_with(name, {"fr": 1, "de": 2, "it": 3}.get(name, 0)) for name in names]
+
+    def stream(names: list[str], until: float) -> Any:
+        return SimpleNamespace(
+            prepared_until=until, arrived=lambda: [SimpleNamespace(request=one) for one in requests(names)]
+        )
+
+    now = time.monotonic()
     scheduler = SimpleNamespace(
-        lora_config=SimpleNamespace(max_loras=2), running=[request_with(name, numbers[name]) for name in running]
+        lora_config=SimpleNamespace(max_loras=2),
+        running=requests(running),
+        book=SimpleNamespace(parked={"one": stream(promised, now + 60), "other": stream(late, now - 60)}),
     )
     full = no_slot(scheduler, request_with("fr", 1))
     assert (full is None) == fits
