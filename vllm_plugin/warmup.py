@@ -31,7 +31,10 @@ async def warm_up(engine_client: Any) -> None:
     """Generates a few tokens for several requests at once. Never raises: a cold engine serves, too."""
     started = time.monotonic()
     try:
-        batch = min(BATCH, engine_client.vllm_config.scheduler_config.max_num_seqs)
+        scheduling = engine_client.vllm_config.scheduler_config
+        # No prompt may be split over two steps: half of them are seeded, and vLLM's CPU build dies of a seeded prefill
+        # that goes on (v1/worker/gpu_model_runner.py, `set_offset`).
+        batch = min(BATCH, scheduling.max_num_seqs, scheduling.max_num_batched_tokens // PROMPT_TOKENS)
         await asyncio.gather(*(_generate(engine_client, number) for number in range(batch)))
     except Exception:
         logger.exception("vLLM-HI: the warm-up failed; the first requests will be slower")

@@ -14,8 +14,9 @@ from vllm_plugin.warmup import warm_up
 class Client:
     model_config = SimpleNamespace(get_vocab_size=lambda: 100)
 
-    def __init__(self, fails: bool = False, max_num_seqs: int = 16) -> None:
-        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs))
+    def __init__(self, fails: bool = False, max_num_seqs: int = 16, max_num_batched_tokens: int = 4096) -> None:
+        limits = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
+        self.vllm_config = SimpleNamespace(scheduler_config=limits)
         self.fails = fails
         self.seen: list[tuple[dict[str, Any], Any]] = []
 
@@ -41,6 +42,12 @@ async def test_it_never_asks_for_more_than_the_engine_runs_at_once():
     client = Client(max_num_seqs=2)
     await warm_up(client)
     assert len(client.seen) == 2
+
+
+async def test_all_its_prompts_fit_into_one_step():
+    client = Client(max_num_batched_tokens=96)
+    await warm_up(client)
+    assert sum(len(prompt["prompt_token_ids"]) for prompt, _ in client.seen) == 96
 
 
 async def test_a_failure_is_logged_and_swallowed(caplog: pytest.LogCaptureFixture):
