@@ -43,16 +43,18 @@ REFUSED: list[Kind] = [
     ),
 ]
 
-#: Rows that no run on this machine can show, with what shows them instead.
+#: Rows that no run on this machine can show: the code, and what shows it instead.
 STATIC: list[tuple[str, str]] = [
-    (
-        "responses in the background, or on top of an earlier one",
-        "refused: `background`, `previous_response`; unit test",
-    ),
-    ("pooling", "refused: `pooling`; needs another model, shown by a unit test"),
-    ("streaming-input sessions", "refused: `streaming_input`; shown by a unit test"),
-    ("prompt_embeds", "refused: `prompt_embeds`; shown by a unit test"),
-    ("multimodal requests", "refused: `multimodal`; shown by a unit test"),
-    ("encoder-decoder, mamba and hybrid models", "refused by a named probe at start; shown by a unit test"),
-    ("draft-model and n-gram speculation", "refused: `speculative_decoding`; shown by a unit test"),
+    ("half prefilled with a seed, on a CPU", "refused: `seeded_prefill` (stock vLLM ends its engine there; unit test)"),
+    ("pooling", "refused: `pooling` (unit test)"),
+    ("streaming-input sessions", "refused: `streaming_input` (unit test)"),
+    ("prompt_embeds", "refused: `prompt_embeds` (unit test)"),
+    ("multimodal requests", "refused: `multimodal` (unit test)"),
+    ("draft-model and n-gram speculation", "refused: `speculative_decoding` (unit test)"),
+    ("thinking budget", "refused: `thinking_budget` (unit test)"),
+    ("best_of above n", "refused: `best_of` (unit test)"),
+    ("responses in the background", "refused: `background` (unit test)"),
+    ("responses that continue an earlier one", "refused: `previous_response` (unit test)"),
+    ("responses with tools that the instance runs", "refused: `server_tools` (unit test)"),
+    ("responses with custom tools, streamed", "refused: `custom_tools` (unit test)"),
 ]
