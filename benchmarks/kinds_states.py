@@ -51,6 +51,7 @@ STATIC: list[tuple[str, str]] = [
     ("prompt_embeds", "refused: `prompt_embeds` (unit test)"),
     ("multimodal requests", "refused: `multimodal` (unit test)"),
     ("draft-model and n-gram speculation", "refused: `speculative_decoding` (unit test)"),
+    ("encoder-decoder, mamba and hybrid models", "the instance refuses all: probe `single_full_attention_group`"),
     ("thinking budget", "refused: `thinking_budget` (unit test)"),
     ("best_of above n", "refused: `best_of` (unit test)"),
     ("responses in the background", "refused: `background` (unit test)"),
