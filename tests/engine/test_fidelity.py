@@ -8,20 +8,25 @@ from benchmarks.fidelity_rows import Row, judge
 from tests.engine.conftest import RunningStack
 
 CHOSEN = (
-    "structured output: regex",
     "structured output: JSON schema",
-    "structured output: grammar",
     "output cut inside multi-byte characters",
-    "logit_bias",
-    "seeded, min_p",
-    "n = 2, seeded",
+    "n = 3, some of which end early",
+    "several prompts",
+    "echo, client asks for no token ids",
+    "responses",
+    "messages, not streamed",
+    "all three penalties, seeded",
+    "prompt_logprobs",
 )
 
 
-def test_grammars_multi_byte_characters_and_refusals(stack: RunningStack) -> None:
+def test_choices_routes_grammars_and_refusals_there_and_back(stack: RunningStack) -> None:
     kinds = [kind for kind in KINDS if kind.name in CHOSEN]
     assert len(kinds) == len(CHOSEN)
     rows = {kind.name: Row(kind) for kind in kinds}
-    judge(rows, kinds, stack.migrate_under_load(batch_of(kinds, salt=91)), salt=91)
+    stack.remember_roles()
+    run = stack.migrate_under_load(batch_of(kinds, salt=91), start_after_tokens=6, further=(3,))
+    judge(rows, kinds, run, salt=91)
     for row in rows.values():
         assert row.holds, f"{row.kind.name}: {row.migrated} moved, {row.codes}, {row.differences}"
+    assert sum(row.moves for row in rows.values()) > sum(row.migrated for row in rows.values()), "nothing moved twice"
