@@ -84,6 +84,10 @@ def _of_parsers(path: str, body: dict[str, Any], tool_parser: str, reasoning_par
         named = " and ".join(repr(name) for name in (tool_parser, reasoning_parser) if name)
         text = f"The events of parser {named} depend on how tokens are grouped."
         return Refusal("parser_not_chunk_invariant", text)
+    if (tool_parser or reasoning_parser) and (body.get("stop") or body.get("stop_sequences")):
+        # Stop strings hold text back while its tokens go on: parsers were proved with both in step only.
+        text = "Where stop strings hold text back, the events of a parser may depend on how tokens are grouped."
+        return Refusal("parser_not_chunk_invariant", text)
     options = body.get("stream_options")
     if path == CHAT and reasoning_parser and isinstance(options, dict) and options.get("include_usage"):
         # Counted delta by delta, with a different result where one begins inside a character (docs/parsers.md).

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import secrets
 from argparse import Namespace
 from pathlib import Path
@@ -60,6 +61,9 @@ class FrontEnd:
             reasoning += " with usage"
         # Without the second flag vLLM makes no tool parser, whatever the first says.
         tool = getattr(args, "tool_call_parser", None) if getattr(args, "enable_auto_tool_choice", False) else None
+        if tool and os.environ.get("VLLM_ENFORCE_STRICT_TOOL_CALLING", "1").lower() not in ("true", "1"):
+            # It changes what the parser reads under `required` and named tools.
+            tool += " without strict calls"
         return {
             "tokenizer": tokenizer_fingerprint(tokenizer),
             "chat_template": _chat_template_fingerprint(tokenizer, args),

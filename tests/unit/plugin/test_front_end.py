@@ -121,6 +121,11 @@ async def test_a_reasoning_parser_whose_count_is_always_told_is_another_one() ->
     assert (await front_end(silent)[0].facts())["reasoning_parser"] == "none"
 
 
+async def test_a_tool_parser_that_reads_other_answers_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENFORCE_STRICT_TOOL_CALLING", "0")
+    assert (await front_end()[0].facts())["tool_parser"] == "hermes without strict calls"
+
+
 async def test_a_template_counts_by_content_not_by_where_it_lies(tmp_path: Path) -> None:
     (tmp_path / "a.jinja").write_text("{{ messages }}")
     given = argparse.Namespace(**vars(ARGS) | {"chat_template": str(tmp_path / "a.jinja")})

@@ -117,6 +117,17 @@ def test_empty_reasoning_is_an_item_of_a_response_and_nothing_elsewhere() -> Non
     assert [code and code.code for code in codes] == [None, None, "parser_not_chunk_invariant"]
 
 
+@pytest.mark.parametrize(("path", "field"), [(CHAT, "stop"), (MESSAGES, "stop_sequences")])
+def test_a_stream_whose_text_lags_behind_its_tokens_stays_behind_a_parser(path: str, field: str) -> None:
+    body = {"stream": True, field: ["END"]}
+    for parsers in (("good", ""), ("", "thinks")):
+        refused = refusal(path, body, *parsers)
+        assert refused is not None and refused.code == "parser_not_chunk_invariant"
+    assert refusal(path, body) is None
+    assert refusal(path, {**body, "stream": False}, "good", "") is None
+    assert refusal(path, {**body, field: []}, "good", "") is None
+
+
 def test_a_stream_that_tells_its_number_of_reasoning_tokens_stays() -> None:
     body = {"stream": True, "stream_options": {"include_usage": True}}
     refused = refusal(CHAT, body, "", "thinks")
