@@ -22,7 +22,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.answers import Request
+from benchmarks.answers import Answer, Request
 from benchmarks.exactness import weigh
 from benchmarks.kinds import TEXT, Kind
 from benchmarks.live_migration import migrate_under_load
@@ -31,7 +31,10 @@ from benchmarks.streams import run_requests
 from controlplane.serving import Instance
 from controlplane.supervisor import Stack
 
-__all__ = ["free_blocks", "long_request", "ping_pong"]
+__all__ = ["free_blocks", "long_request", "ping_pong", "undisturbed"]
+
+#: Tokens between the end of one migration and the beginning of the next; most pass while a migration is under way.
+_BETWEEN = 10
 
 
 def long_request(tokens: int, number: int) -> Request:
@@ -49,19 +52,23 @@ async def free_blocks(instance: Instance, join_token: str) -> int:
     return int(status["kv"]["free_blocks"])
 
 
-async def ping_pong(stack: Stack, sides: Sequence[Instance], tokens: int, moves: int, number: int) -> dict[str, Any]:
+async def undisturbed(side: Instance, request: Request) -> Answer:
+    """The same request without any move, and with other block hashes, so that the moved one finds nothing cached."""
+    body = {**request.body, "cache_salt": "undisturbed"}
+    (answer,) = await run_requests(side.base_url, MODEL, [Request(request.name, request.path, body)])
+    return answer
+
+
+async def ping_pong(
+    stack: Stack, sides: Sequence[Instance], request: Request, reference: Answer, moves: int
+) -> dict[str, Any]:
     """Moves one stream `moves` times and returns what is to be known about it.
 
     Args:
         sides: the instance that serves now, and the standby.
-        number: chooses prompt and seed.
+        reference: the undisturbed answer.
     """
-    request = long_request(tokens, number)
-    undisturbed = Request(request.name, request.path, {**request.body, "cache_salt": "undisturbed"})
-    references = await run_requests(sides[0].base_url, MODEL, [undisturbed])
     before = [await free_blocks(side, stack.join_token) for side in sides]
-    # Half of the tokens are left for what passes while a migration is under way.
-    between = max(1, tokens // (2 * moves))
     run = await migrate_under_load(
         stack.url,
         stack.api_token,
@@ -69,13 +76,13 @@ async def ping_pong(stack: Stack, sides: Sequence[Instance], tokens: int, moves:
         sides[0].id,
         sides[1].id,
         [request],
-        start_after_tokens=between,
-        further=[between] * (moves - 1),
-        references=references,
+        start_after_tokens=_BETWEEN,
+        further=[_BETWEEN] * (moves - 1),
+        references=[reference],
     )
     (verdict,) = run.verdicts
     for split in verdict.splits:
-        await weigh(stack.url, MODEL, references[0], split)
+        await weigh(stack.url, MODEL, reference, split)
     after = [await free_blocks(side, stack.join_token) for side in sides]
     # What a side had lent to a session comes back when that is closed on it, a moment after the job's end.
     for _ in range(100):
@@ -98,7 +105,10 @@ async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
     stack = stack_of("plain", folder, arguments.port, _say)
     try:
         await stack.start()
-        return await ping_pong(stack, list(stack.instances.values()), arguments.tokens, arguments.moves, arguments.seed)
+        sides = list(stack.instances.values())
+        request = long_request(arguments.tokens, arguments.seed)
+        reference = await undisturbed(sides[0], request)
+        return await ping_pong(stack, sides, request, reference, arguments.moves)
     finally:
         await stack.stop()
         shutil.rmtree(folder, ignore_errors=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.exactness import MIN_SIDE
 from benchmarks.live_migration import summary
-from benchmarks.ping_pong import ping_pong
+from benchmarks.ping_pong import long_request, ping_pong, undisturbed
 from benchmarks.streams import mixed_requests
 from tests.engine.conftest import RunningStack
 
@@ -34,7 +34,12 @@ def test_eight_mixed_streams_and_two_whole_answers_survive_a_cut(stack: RunningS
 
 
 def test_one_stream_goes_to_and_fro_and_no_block_is_lost(stack: RunningStack) -> None:
-    result = stack.wait(ping_pong(stack.stack, stack.remember_roles(), tokens=200, moves=4, number=61))
+    sides = stack.remember_roles()
+    request = long_request(200, number=61)
+    reference = stack.wait(undisturbed(sides[0], request))
+    # Slow steps, so that a short stream is long enough for all moves.
+    with stack.faults(sides[0], step_delay_s=0.1), stack.faults(sides[1], step_delay_s=0.1):
+        result = stack.wait(ping_pong(stack.stack, sides, request, reference, moves=4))
     assert result["exact"], result["differences"]
     assert result["moves"] == 4, result
     assert result["free_blocks"]["before"] == result["free_blocks"]["after"], result
