@@ -45,6 +45,11 @@ __all__ = ["Result", "document", "evaluate_sources", "holds", "outcomes"]
 
 VERSIONS = ("0.30", "0.31", "0.32", "0.33")
 TESTS = ("tests/engine/test_live_migration.py", "tests/engine/test_negative_controls.py")
+#: Tests that hold vLLM's own classes to what the plugin takes for granted; they start no instances.
+CONTRACTS = tuple(
+    f"tests/unit/plugin/test_{name}.py"
+    for name in ("arrival", "eligibility", "endpoints", "flags", "grammar", "replay", "shared_prefix")
+)
 #: Seconds for one version's tests, starting two engines included; what takes longer hangs.
 TESTS_LIMIT_S = 1200.0
 FIRST_PORT = 8500
@@ -59,7 +64,8 @@ class Result:
         version: as asked for, or the full one once it is known.
         looked_at: "environment" (installed and run) or "sources" (read from the wheel).
         probes: how many were evaluated. missing: names of those that failed.
-        passed, failed: engine tests by name; both empty when none ran.
+        contracts: how many tests passed that need vLLM, but no instances.
+        passed: engine tests by name. failed: tests of either kind.
         error: why nothing could be found out, or what ended the tests.
     """
 
@@ -67,6 +73,7 @@ class Result:
     looked_at: str = ""
     probes: int = 0
     missing: list[str] = field(default_factory=list)
+    contracts: int = 0
     passed: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -82,7 +89,7 @@ class Result:
         if self.looked_at == "sources":
             return "not run: no CPU build"
         if self.failed:
-            return f"{len(self.failed)} of {len(self.failed) + len(self.passed)} engine tests failed"
+            return f"{len(self.failed)} of {len(self.failed) + len(self.passed) + self.contracts} tests failed"
         return f"{len(self.passed)} engine tests passed" if self.passed else "not run"
 
 
@@ -127,9 +134,15 @@ def _examine_environment(result: Result, version: str, tests: Sequence[str], loc
     _say(f"  probes: {len(found) - len(result.missing)} of {len(found)} found")
     for name, present in found.items():
         _say(f"    {'ok     ' if present else 'MISSING'} {name}")
-    if tests and not result.missing:
-        with _turn(lock):
-            _run_tests(result, python, tests)
+    if not tests or result.missing:
+        return
+    _say(f"  tests without instances: {len(CONTRACTS)} files")
+    passed, result.failed = _pytest(result, python, CONTRACTS)
+    result.contracts = len(passed)
+    with _turn(lock):
+        _say(f"  engine tests on two instances: {' '.join(tests)}")
+        result.passed, failed = _pytest(result, python, tests)
+    result.failed += failed
 
 
 @contextmanager
@@ -161,8 +174,8 @@ def _installed_probes(python: Path, version: str) -> dict[str, bool]:
     return probes
 
 
-def _run_tests(result: Result, python: Path, tests: Sequence[str]) -> None:
-    _say(f"  engine tests on two instances: {' '.join(tests)}")
+def _pytest(result: Result, python: Path, tests: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Runs tests with the environment's Python; returns the names of those that passed and of those that did not."""
     with tempfile.TemporaryDirectory(prefix="vllm-hi-versions-") as folder:
         report = Path(folder) / "report.xml"
         command = [str(python), "-m", "pytest", *tests, "-p", "no:cacheprovider", "-q", f"--junitxml={report}"]
@@ -177,13 +190,13 @@ def _run_tests(result: Result, python: Path, tests: Sequence[str]) -> None:
         try:
             process.wait(TESTS_LIMIT_S)
         except subprocess.TimeoutExpired:
-            result.error = f"the engine tests did not end within {TESTS_LIMIT_S:.0f} s"
+            result.error = f"the tests did not end within {TESTS_LIMIT_S:.0f} s"
         finally:
             _end(process)
         if report.exists():
-            result.passed, result.failed = outcomes(report.read_text())
-        elif not result.error:
-            result.error = f"pytest ended with code {process.returncode} and no report"
+            return outcomes(report.read_text())
+        result.error = result.error or f"pytest ended with code {process.returncode} and no report"
+        return [], []
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -249,18 +262,19 @@ def document(results: list[Result], tests: Sequence[str] = TESTS) -> str:
         "  migration endpoints answer 501 with its name.",
         "- *Environment*: installed from `requirements/cpu.lock`, changed only where that version asks for it; two",
         f"  real instances on CPUs, SmolLM2-135M in float32; {', '.join(f'`{test}`' for test in tests)}.",
+        "- *Unit tests on vLLM's classes*: " + ", ".join(f"`{Path(test).name}`" for test in CONTRACTS) + ".",
         "- *Sources*: the index has no CPU build of that version. The probes were read from the Python sources in the",
         "  wheel of `vllm`, and nothing was run: that the names are there does not show that they mean the same.",
         "",
-        "| vLLM | looked at | probes found | missing | main job |",
-        "|---|---|---|---|---|",
+        "| vLLM | looked at | probes found | missing | unit tests on vLLM's classes | main job |",
+        "|---|---|---|---|---|---|",
     ]
     for one in results:
         missing = ", ".join(f"`{name}`" for name in one.missing) or "-"
         verdict = one.verdict.splitlines()[0]
         lines.append(
             f"| {one.version} | {one.looked_at or '-'} | {one.probes - len(one.missing)} of {one.probes} "
-            f"| {missing} | {verdict} |"
+            f"| {missing} | {f'{one.contracts} passed' if one.contracts else '-'} | {verdict} |"
         )
     passed = [one for one in results if one.passed or one.failed]
     if passed:
@@ -273,12 +287,14 @@ def document(results: list[Result], tests: Sequence[str] = TESTS) -> str:
 
 def _table(results: list[Result]) -> Table:
     table = Table(title="vLLM versions")
-    for column in ("vLLM", "looked at", "probes", "missing", "main job", "seconds"):
+    for column in ("vLLM", "looked at", "probes", "missing", "unit tests", "main job", "seconds"):
         table.add_column(column)
     for one in results:
         found = f"{one.probes - len(one.missing)} of {one.probes}"
         missing = ", ".join(one.missing) or "-"
-        table.add_row(one.version, one.looked_at or "-", found, missing, one.verdict, f"{one.seconds:.0f}")
+        table.add_row(
+            one.version, one.looked_at or "-", found, missing, str(one.contracts), one.verdict, f"{one.seconds:.0f}"
+        )
     return table
 
 

@@ -160,8 +160,8 @@ def test_only_a_test_that_passed_counts_as_passed():
 @pytest.mark.parametrize(
     ("result", "good", "verdict"),
     [
-        (Result("0.31.0", "environment", 5, [], ["a"]), True, "1 engine tests passed"),
-        (Result("0.31.0", "environment", 5, [], ["a"], ["b"]), False, "1 of 2 engine tests failed"),
+        (Result("0.31.0", "environment", 5, [], 9, ["a"]), True, "1 engine tests passed"),
+        (Result("0.31.0", "environment", 5, [], 8, ["a"], ["b"]), False, "1 of 10 tests failed"),
         (Result("0.31.0", "environment", 5), False, "not run"),
         (Result("0.31.0", "environment", 5, ["x"]), False, "migration answers 501; serving is not touched"),
         (Result("0.33.0", "sources", 5), True, "not run: no CPU build"),
@@ -177,9 +177,12 @@ def test_what_counts_as_holding(result: Result, good: bool, verdict: str):
 
 def test_the_document_names_what_is_missing_and_what_failed():
     text = document(
-        [Result("0.31.0", "environment", 7, [], ["moves"], ["notices"]), Result("0.33.0", "sources", 7, ["a.b", "c"])]
+        [
+            Result("0.31.0", "environment", 7, [], 0, ["moves"], ["notices"]),
+            Result("0.33.0", "sources", 7, ["a.b", "c"]),
+        ]
     )
-    assert "| 0.31.0 | environment | 7 of 7 | - | 1 of 2 engine tests failed |" in text
+    assert "| 0.31.0 | environment | 7 of 7 | - | - | 1 of 2 tests failed |" in text
     assert "| 0.33.0 | sources | 5 of 7 | `a.b`, `c` |" in text
     assert "0.31.0: `notices` **FAILED**" in text
 
@@ -187,7 +190,7 @@ def test_the_document_names_what_is_missing_and_what_failed():
 def test_the_last_line_is_json_and_the_exit_code_tells(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
-    results = {"0.31": Result("0.31.0", "environment", 7, [], ["moves"]), "0.32": Result("0.32", error="no wheel")}
+    results = {"0.31": Result("0.31.0", "environment", 7, [], 9, ["moves"]), "0.32": Result("0.32", error="no wheel")}
     monkeypatch.setattr(versions, "examine", lambda wanted, tests, lock: results[wanted])
     written = tmp_path / "compatibility.md"
     assert versions.main(["--versions", "0.31", "--write", str(written)]) == 0
