@@ -18,8 +18,69 @@ Kind = Literal["none", "auto", "required", "named"]
 #: Name of a parser that nobody told us about.
 UNKNOWN = "unknown"
 
+_ALL: frozenset[Kind] = frozenset({"none", "auto", "required", "named"})
+_FORCED: frozenset[Kind] = _ALL - {"auto"}
+_PLAIN: frozenset[Kind] = frozenset({"none"})
+
 #: (tool parser, reasoning parser) → kinds of tool choice. An instance without parsers passes text through.
-INVARIANT: Mapping[tuple[str, str], frozenset[Kind]] = {}
+INVARIANT: Mapping[tuple[str, str], frozenset[Kind]] = {
+    ("apertus", ""): _FORCED,
+    ("ernie45", ""): _FORCED,
+    ("functiongemma", ""): _FORCED,
+    ("gemma4", ""): _FORCED,
+    ("gigachat3", ""): _FORCED,
+    ("glm45", ""): _FORCED,
+    ("glm47", ""): _FORCED,
+    ("granite-20b-fc", ""): _FORCED,
+    ("granite4", ""): _FORCED,
+    ("hunyuan_a13b", ""): _FORCED,
+    ("inkling", ""): _FORCED,
+    ("internlm", ""): _FORCED,
+    ("jamba", ""): _FORCED,
+    ("ling3", ""): _FORCED,
+    ("llama4_pythonic", ""): _FORCED,
+    ("mimo", ""): _FORCED,
+    ("minicpm5", ""): _FORCED,
+    ("minimax_m2", ""): _FORCED,
+    ("olmo3", ""): _FORCED,
+    ("phi4_mini_json", ""): _FORCED,
+    ("pythonic", ""): _FORCED,
+    ("qwen3_coder", ""): _FORCED,
+    ("qwen3_xml", ""): _FORCED,
+    ("step3", ""): _FORCED,
+    ("step3p5", ""): _FORCED,
+    ("xlam", ""): _FORCED,
+    ("", "deepseek_v4"): _ALL,
+    ("", "deepseek_v41"): _ALL,
+    ("", "gemma4"): _ALL,
+    ("", "glm45"): _ALL,
+    ("", "glm47"): _ALL,
+    ("", "granite_thinking_parser"): _ALL,
+    ("", "inkling"): _ALL,
+    ("", "kimi_k2"): _ALL,
+    ("", "ling3"): _ALL,
+    ("", "mimo"): _ALL,
+    ("", "minimax_m2"): _ALL,
+    ("", "nemotron_v3"): _ALL,
+    ("", "qwen3"): _ALL,
+    ("", "seed_oss"): _ALL,
+    ("", "step3p5"): _ALL,
+    ("deepseek_v32", ""): _ALL,
+    ("deepseek_v4", ""): _ALL,
+    ("dots", ""): _ALL,
+    ("hermes", ""): _ALL,
+    ("kimi_k2", ""): _ALL,
+    ("lfm2", ""): _ALL,
+    ("longcat", ""): _ALL,
+    ("poolside_v1", ""): _ALL,
+    ("qwen3_json", ""): _ALL,
+    ("deepseek_v3", ""): _PLAIN,
+    ("deepseek_v31", ""): _PLAIN,
+    ("llama3_json", ""): _PLAIN,
+    ("llama4_json", ""): _PLAIN,
+    ("granite", ""): frozenset({"none", "named"}),
+    ("seed_oss", ""): frozenset({"none", "named"}),
+}
 
 
 def chunk_invariant(tool_parser: str, reasoning_parser: str, kind: Kind) -> bool:
