@@ -189,7 +189,7 @@ async def _fill_target(run: Run) -> None:
     """Requests past the proxy take all blocks of B that are still free, and all its run slots."""
     status = await run.rig.status(run.target)
     size = status["kv"]["block_size"]
-    tokens = 60
+    tokens = 600
     for _ in range(32):
         free = await run.rig.free_blocks(run.target)
         blocks = min(free, 2048 // size)
@@ -213,7 +213,12 @@ def _short_ones(state: str) -> list[Request]:
     """The first ends while the others wait for their handover; at the freeze, one ends in every other step."""
     if state == "frozen":
         return _ending()
-    return [*mixed_requests(1, tokens=160, salt=702), *mixed_requests(2, tokens=TOKENS, salt=703)]
+    return [*mixed_requests(1, tokens=100, salt=702), *mixed_requests(2, tokens=TOKENS, salt=703)]
+
+
+def _one_ended(_job: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    outcomes = [row["outcome"] for row in rows]
+    return "" if "finished" in outcomes else f"no request ended while it was on its way: {outcomes}"
 
 
 FAILURES = {
@@ -250,7 +255,14 @@ FAILURES = {
         ),
         Failure("answer and notice lost", _nothing, target={"sent": {"late": {"committed": -1, "producing": -1}}}),
         Failure("A preempts", _preempt),
-        Failure("a request ends", _nothing, requests=_short_ones),
+        Failure(
+            "a request ends",
+            _nothing,
+            requests=_short_ones,
+            source={"copying": {"hold_round_s": 10.0}, "prepared": {"hold_before_freeze_s": 6.0}},
+            target={"attaching": {"late": {"parked": 8.0}}},
+            must=_one_ended,
+        ),
     )
 }
 

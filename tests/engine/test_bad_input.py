@@ -80,21 +80,21 @@ def test_impossible_migrations_are_refused(stack: RunningStack, wish: str) -> No
 def test_a_request_that_cannot_move_says_why_and_ends_on_the_source(stack: RunningStack) -> None:
     source, target = stack.remember_roles()
     plain = mixed_requests(1, tokens=200, salt=62)
-    several = Request("several", "/v1/completions", {**_several(), "n": 2})
-    load = stack.load([*plain, several])
+    scored = Request("scored", "/v1/completions", {**_scored(), "prompt_logprobs": 0})
+    load = stack.load([*plain, scored])
     migration = stack.finished(stack.migrate(source, target))
     answers = load.result(120)
 
     assert all(not answer.error for answer in answers), [answer.error for answer in answers]
     assert migration.job["state"] == "done", migration.job
     codes = {row["code"] for row in migration.requests if row["outcome"] == "refused"}
-    assert codes == {"several_choices"}, migration.requests
+    assert codes == {"prompt_logprobs"}, migration.requests
     assert migration.job["moved_requests"] == 1
 
 
-def _several() -> dict[str, object]:
+def _scored() -> dict[str, object]:
     return {
-        "prompt": "Two endings for one story:",
+        "prompt": "The ending of one story:",
         "max_tokens": 200,
         "ignore_eos": True,
         "temperature": 0.8,
