@@ -88,7 +88,7 @@ class Impostor:
         return {
             "model": self._model,
             "prompt": "The harbour master counted the ships twice before the fog came in.",
-            "max_tokens": 260,
+            "max_tokens": 160,
             "ignore_eos": True,
             "temperature": 0,
             "stream": True,

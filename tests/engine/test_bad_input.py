@@ -154,7 +154,7 @@ def test_a_ticket_for_another_body_or_by_another_client_is_refused_on_both_ends(
     assert [row["code"] for row in attached["refused"]] == [code]
     assert attached["refused"][0]["message"].endswith(".")
     # The source has never stopped.
-    assert impostor.over.wait(60) and len(impostor.tokens) == 260
+    assert impostor.over.wait(60) and len(impostor.tokens) == 160
     stack.until(lambda: (stack.free_blocks(source), stack.free_blocks(target)) == free)
 
 
@@ -177,7 +177,7 @@ def test_a_ticket_is_worth_nothing_a_second_time_nor_after_its_session(stack: Ru
         assert _tokens_of(first.result(30)) == []
         # Its session is over.
         _assert_error_without_tokens(_redeem(target, impostor.body("mine", ticket)))
-    assert impostor.over.wait(60) and len(impostor.tokens) == 260
+    assert impostor.over.wait(60) and len(impostor.tokens) == 160
     assert stack.status(target)["requests"]["parked"] == 0
     stack.until(lambda: (stack.free_blocks(source), stack.free_blocks(target)) == free)
 
@@ -195,7 +195,7 @@ def test_a_ticket_that_nobody_redeems_in_time_leaves_the_request_on_the_source(
         refused = attaching.result(30).json()["refused"]
         assert [row["code"] for row in refused] == ["attach_timeout"]
         _assert_error_without_tokens(_redeem(target, impostor.body("mine", ticket)))
-    assert impostor.over.wait(60) and len(impostor.tokens) == 260
+    assert impostor.over.wait(60) and len(impostor.tokens) == 160
 
 
 def test_a_client_that_puts_a_ticket_into_its_body_is_served_like_any_other(stack: RunningStack) -> None:
@@ -257,7 +257,7 @@ def _one_member_too_many(message: Any) -> Any:
 )
 def test_a_peer_that_lies_about_sizes(stack: RunningStack, lie: Callable[[Any], Any], codes: set[str]) -> None:
     source, target = stack.remember_roles()
-    requests = mixed_requests(2, tokens=200, salt=64)
+    requests = mixed_requests(2, tokens=120, salt=64)
     references = stack.run(requests)
     free = stack.free_blocks(source), stack.free_blocks(target)
     relay = Relay(stack, target, lie)
@@ -287,7 +287,7 @@ def _assert_undisturbed(stack: RunningStack, references: list[Answer], answers: 
 @pytest.mark.parametrize("half", [True, False], ids=["dies-in-the-middle", "never-confirms"])
 def test_a_target_whose_worker_takes_half_a_block_and_dies(stack: RunningStack, half: bool) -> None:
     source, target = stack.remember_roles()
-    requests = mixed_requests(1, tokens=200, salt=65)
+    requests = mixed_requests(1, tokens=120, salt=65)
     references = stack.run(requests)
     free = stack.free_blocks(source), stack.free_blocks(target)
 

@@ -19,7 +19,7 @@ CELLS = (
     ("committed", "answer lost"),
     ("committed", "one client leaves"),
 )
-TOKENS = 160
+TOKENS = 120
 
 
 @pytest.fixture(scope="module")
