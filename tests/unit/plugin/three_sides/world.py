@@ -13,7 +13,7 @@ from vllm_plugin.states import LEASE_S, PROXY, SIDES, SOURCE, TARGET, Side
 TICK_S = 0.5
 #: For how long two engines may compute the same request after A went on by its own clock: a `CloseLeg` that is lost
 #: with its connection, a `Producing` that is late or said again, and the closing of a leg.
-DOUBLE_S = 20.0
+DOUBLE_S = 10.0
 #: Longer than a lease and every deadline of a handover together.
 QUIET_S = 60.0
 
