@@ -24,7 +24,7 @@ __all__ = [
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 #: What the stacks `tools` and `reasoning` are started with.
-TOOL_PARSER, REASONING_PARSER = "hermes", "deepseek_r1"
+TOOL_PARSER, REASONING_PARSER = "hermes", "qwen3"
 #: Output tokens of most requests: enough for two moves in mid-answer.
 TOKENS = 110
 #: Fields that bring structure, whose end is the answer's end.
