@@ -122,7 +122,10 @@ async def _one_crowd(
         finally:
             for load in loads:
                 load.cancel()
-    say(f"    awaited {awaited}; {dict(Counter(states.values()))}; {migration.job['state']}")
+    outcomes = Counter(
+        (states.get(row["request_id"], "later"), row["outcome"], row["code"]) for row in migration.requests
+    )
+    say(f"    awaited {awaited}; {dict(outcomes)}; {migration.job['state']}")
     found = verdicts(references, answers, migration.requests)
     run = MigrationRun(references, answers, found, [migration])
     for verdict, answer in zip(found, answers, strict=True):
