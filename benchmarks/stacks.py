@@ -55,7 +55,11 @@ class Setup:
 
     def _adapter_arguments(self, model: Path) -> list[str]:
         modules = [f"{name}={lora_adapter(model, seed)}" for seed, name in enumerate(self.adapters, 1)]
-        return ["--enable-lora", "--max-loras", str(len(modules)), "--lora-modules", *modules] if modules else []
+        if not modules:
+            return []
+        # One slot more than adapters, which stays empty: vLLM's CPU build takes the last slot's adapter for a request
+        # without one that is in a batch with others (lora/ops/torch_ops/lora_ops.py indexes with -1).
+        return ["--enable-lora", "--max-loras", str(len(modules) + 1), "--lora-modules", *modules]
 
 
 STACKS: dict[str, Setup] = {
