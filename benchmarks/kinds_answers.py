@@ -26,9 +26,13 @@ _PLACE: dict[str, Any] = {
 }
 _FUNCTION: dict[str, Any] = {"name": "weather", "description": "Weather at a place.", "parameters": _PLACE}
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
+#: Forced calls follow the schema, so that they are long enough to be cut.
+_STRICT = [{"type": "function", "function": {**_FUNCTION, "strict": True}}]
 _NAMED = {"type": "function", "function": {"name": "weather"}}
 _RESPONSES_TOOLS = [{"type": "function", **_FUNCTION}]
+_RESPONSES_STRICT = [{"type": "function", **_FUNCTION, "strict": True}]
 _MESSAGES_TOOLS = [{"name": "weather", "description": "Weather at a place.", "input_schema": _PLACE}]
+_MESSAGES_STRICT = [{**_MESSAGES_TOOLS[0], "strict": True}]
 #: A model as small as this one calls no tool of its own accord: a regular expression makes it write one call.
 _CALL = r'[a-z ]{40}<tool_call>\n\{"name": "weather", "arguments": \{"city": "[a-z ]{120}"\}\}\n</tool_call>'
 _CHOICES = [
@@ -104,19 +108,19 @@ ANSWERS: list[Kind] = [
     Kind(
         "tools, required",
         CHAT,
-        {"temperature": 0.8, "seed": 34, "tools": _TOOLS, "tool_choice": "required"},
+        {"temperature": 0.8, "seed": 34, "tools": _STRICT, "tool_choice": "required"},
     ),
     Kind(
         "tools, required, not streamed",
         CHAT,
-        {"temperature": 0, "tools": _TOOLS, "tool_choice": "required"},
+        {"temperature": 0, "tools": _STRICT, "tool_choice": "required"},
         streamed=False,
     ),
-    Kind("tools, named", CHAT, {"temperature": 0, "tools": _TOOLS, "tool_choice": _NAMED}),
+    Kind("tools, named", CHAT, {"temperature": 0, "tools": _STRICT, "tool_choice": _NAMED}),
     Kind(
         "tools, named, not streamed",
         CHAT,
-        {"temperature": 0.8, "seed": 35, "tools": _TOOLS, "tool_choice": _NAMED},
+        {"temperature": 0.8, "seed": 35, "tools": _STRICT, "tool_choice": _NAMED},
         streamed=False,
     ),
     Kind("echo", TEXT, {"temperature": 0, "echo": True}),
@@ -148,7 +152,7 @@ ANSWERS: list[Kind] = [
     Kind(
         "responses, tools required",
         RESPONSES,
-        {"temperature": 0, "tools": _RESPONSES_TOOLS, "tool_choice": "required"},
+        {"temperature": 0, "tools": _RESPONSES_STRICT, "tool_choice": "required"},
     ),
     Kind(
         "responses, tools auto",
@@ -184,7 +188,7 @@ ANSWERS: list[Kind] = [
     Kind(
         "messages, a tool is required",
         MESSAGES,
-        {"temperature": 0, "tools": _MESSAGES_TOOLS, "tool_choice": {"type": "any"}},
+        {"temperature": 0, "tools": _MESSAGES_STRICT, "tool_choice": {"type": "any"}},
     ),
 ]
 
