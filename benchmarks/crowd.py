@@ -126,6 +126,9 @@ async def _one_crowd(
         (states.get(row["request_id"], "later"), row["outcome"], row["code"]) for row in migration.requests
     )
     say(f"    awaited {awaited}; {dict(outcomes)}; {migration.job['state']}")
+    for row in migration.requests:
+        if row["outcome"] == "stayed":
+            say(f"    {row['request_id']}: {row.get('message')}")
     found = verdicts(references, answers, migration.requests)
     run = MigrationRun(references, answers, found, [migration])
     for verdict, answer in zip(found, answers, strict=True):
