@@ -79,12 +79,9 @@ class AnswerCut(ABC):
     """The client's side of one stream.
 
     Attributes:
-        counted: the events carry token ids, so `tokens` and `Cursor.tokens` are exact.
         done: the client has the event that ends the stream.
         advances: grows whenever the client gets something new on a channel.
     """
-
-    counted = False
 
     def __init__(self) -> None:
         self.done = False
@@ -92,6 +89,11 @@ class AnswerCut(ABC):
         self._have: dict[Hashable, int] = {}
         self._texts: dict[Hashable, list[str]] = {}
         self._begun = False
+
+    @property
+    def counted(self) -> bool:
+        """Whether the events carry token ids, so that `tokens` and `Cursor.tokens` are exact."""
+        return False
 
     @property
     def tokens(self) -> int:

@@ -17,13 +17,12 @@ class Cut(AnswerCut):
     Args:
         wants_token_ids: the client asked for them.
         choices: how many choices the answer will have.
-        counted: the instance was asked for token ids; if only by us, they are taken out.
+        asked: the instance was asked for token ids; if only by us, they are taken out.
     """
 
-    def __init__(self, wants_token_ids: bool, choices: int = 1, counted: bool = True) -> None:
+    def __init__(self, wants_token_ids: bool, choices: int = 1, asked: bool = True) -> None:
         super().__init__()
-        self.counted = counted
-        self._strips_token_ids = counted and not wants_token_ids
+        self._strips_token_ids = asked and not wants_token_ids
         self._choices = choices
         self._token_ids: dict[int, int] = {}
         self._roles: set[int] = set()
@@ -32,6 +31,11 @@ class Cut(AnswerCut):
         self._prompt_sent: set[tuple[bool, int]] = set()
         self._usage_sent = False
         self._identity: Json = {}
+
+    @property
+    def counted(self) -> bool:
+        # Behind a parser, a chat that hides its reasoning hides its token ids, too, whoever asks for them.
+        return bool(self._token_ids)
 
     @property
     def tokens(self) -> int:

@@ -17,4 +17,4 @@ def cut_for(request: ClientRequest) -> AnswerCut:
         return MessagesCut()
     if request.path == "/v1/responses":
         return ResponsesCut()
-    return Cut(request.wants_token_ids, request.choices, counted=request.reports_token_ids)
+    return Cut(request.wants_token_ids, request.choices, asked=request.reports_token_ids)

@@ -262,11 +262,19 @@ def test_usage_as_it_goes_does_not_make_an_event_that_nobody_would_have_sent() -
 
 
 def test_without_token_ids_on_the_wire_news_is_counted() -> None:
-    cut = Cut(wants_token_ids=False, counted=False)
+    cut = Cut(wants_token_ids=False, asked=False)
     events_ = [chunk({"content": "a"}, prompt_token_ids=[1]), chunk({"content": "bc"})]
     out = relay(cut, events_, [chunk({"content": "abcd"})])
     assert b"prompt_token_ids" in out, "an echo brings them uncalled"
     assert (cut.counted, cut.tokens) == (False, 3)
+
+
+def test_token_ids_that_were_asked_for_and_hidden_are_not_counted() -> None:
+    cut = Cut(wants_token_ids=False)
+    relay(cut, [chunk({"content": "a"}), chunk({"content": "b"})])
+    assert (cut.counted, cut.tokens) == (False, 2)
+    relay(cut, [chunk({"content": "abc"}, token_ids=[1, 2, 3])])
+    assert (cut.counted, cut.tokens) == (True, 3)
 
 
 # -- legs that differ --------------------------------------------------------------------------------------------------
