@@ -84,6 +84,9 @@ class Kind:
         if self.path != MESSAGES and not _STRUCTURED & self.fields.keys():
             body["ignore_eos"] = True
         body |= self.fields
+        if self.ends:
+            # Lengths around the one at which the requests beside it are frozen.
+            body["max_tokens"] += number * 7 % 40
         return Request(
             f"{self.name} #{number}",
             self.path,
