@@ -67,7 +67,7 @@ SAMPLING: list[Kind] = [
     Kind(
         "stop_token_ids that end the answer",
         TEXT,
-        {"temperature": 0.8, "seed": 27, "stop_token_ids": [28, 30], "min_tokens": _FROM},
+        {"temperature": 0, "stop_token_ids": [28, 30], "min_tokens": _FROM},
     ),
     Kind("logprobs, chat", CHAT, {"temperature": 0, "logprobs": True}),
     Kind("logprobs, chat, top_logprobs 4", CHAT, {"temperature": 0, "logprobs": True, "top_logprobs": 4}),
