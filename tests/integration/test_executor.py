@@ -231,7 +231,8 @@ def test_a_request_that_stays_at_its_handover_is_tried_again(pair: Pair) -> None
     assert (job.state, len(tries)) == ("done", 2)
 
 
-def test_one_that_always_stays_is_not_tried_for_ever(pair: Pair) -> None:
+def test_one_that_always_stays_is_not_tried_for_ever(pair: Pair, settings: Any) -> None:
+    settings.VLLM_HI_DRAIN_DEADLINE_S = 5.0
     pair.a.add_request("r1")
     row = {"request_id": "r1", "outcome": "stayed", "code": "no_slot", "message": "B has no free slot."}
     pair.a.do_handover = lambda body: {"results": [row]}  # type: ignore[method-assign]
@@ -253,7 +254,7 @@ def test_an_attach_that_is_refused(pair: Pair) -> None:
 
 def test_what_the_proxy_refuses_for_good_is_not_asked_again(pair: Pair) -> None:
     pair.a.add_request("r1")
-    refused = {"request_id": "r1", "code": "tools", "message": "Requests with tools are not moved yet."}
+    refused = {"request_id": "r1", "code": "background", "message": "The response is made in the background."}
     pair.a.do_attach = lambda body: {"attached": [], "refused": [refused]}  # type: ignore[method-assign]
     job = carry_out(pair.job())
     assert (job.state, outcomes(job)) == ("partial", {"r1": "refused"})
