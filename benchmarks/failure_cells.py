@@ -119,7 +119,8 @@ STATES = {
 class Failure:
     """Something that goes wrong. `inject` makes it happen once the state is reached. `source`, `target`: faults on top
     of the state's, for what cannot be done from outside. `fates`: by state, for all clients that have not left; `exact`
-    where it is not named. `kills`: what is dead afterwards."""
+    where it is not named. `kills`: what is dead afterwards. `first`: by state, how moves must end before they are tried
+    again. `must`: what is wrong with the job and its request rows."""
 
     name: str
     inject: Callable[[Run], Awaitable[None]]
@@ -128,6 +129,7 @@ class Failure:
     source: Mapping[str, Faults] = field(default_factory=dict)
     target: Mapping[str, Faults] = field(default_factory=dict)
     requests: Callable[[str], list[Request]] | None = None
+    first: Mapping[str, str] = field(default_factory=dict)
     must: Callable[[dict[str, Any], list[dict[str, Any]]], str] = lambda job, rows: ""
 
     @property
@@ -186,16 +188,20 @@ async def _all_leave(run: Run) -> None:
 
 
 async def _fill_target(run: Run) -> None:
-    """Requests past the proxy take all blocks of B that are still free, and all its run slots."""
-    status = await run.rig.status(run.target)
-    size = status["kv"]["block_size"]
-    tokens = 600
-    for _ in range(32):
+    """Requests past the proxy take all blocks of B that are still free."""
+    size = (await run.rig.status(run.target))["kv"]["block_size"]
+
+    async def full() -> bool:
         free = await run.rig.free_blocks(run.target)
-        blocks = min(free, 2048 // size)
-        length = max(16, blocks * size - tokens) if blocks else 16
-        run.others.append(asyncio.create_task(run.rig.occupy(run.target, length, tokens)))
-        await asyncio.sleep(0.01)
+        if free <= 1:
+            return True
+        # A prompt that takes what is free, and steps enough to keep it.
+        length = min(free, 10) * size - size // 2
+        run.others.append(asyncio.create_task(run.rig.occupy(run.target, length, 600)))
+        await asyncio.sleep(0.3)
+        return False
+
+    await run.rig.until(full, "no free block on B", 20)
 
 
 async def _preempt(run: Run) -> None:
@@ -205,7 +211,7 @@ async def _preempt(run: Run) -> None:
 
 def _ending() -> list[Request]:
     """Requests that end one after the other around the freeze, and one that does not end."""
-    short = [request for length in range(24, 54, 2) for request in mixed_requests(1, tokens=length, salt=length)]
+    short = [request for length in range(30, 130, 6) for request in mixed_requests(1, tokens=length, salt=length)]
     return [*short, *mixed_requests(1, tokens=TOKENS, salt=701)]
 
 
@@ -234,13 +240,19 @@ FAILURES = {
         Failure("abort at both instances", _abort_at_instances),
         Failure("one client leaves", _one_leaves),
         Failure("all clients leave", _all_leave),
-        Failure("B full", _fill_target),
+        Failure(
+            "B full",
+            _fill_target,
+            source={"copying": {"hold_round_s": 10.0}},
+            target={"attaching": {"late": {"parked": 8.0}}},
+        ),
         Failure(
             "B refuses the commit",
             _nothing,
             target={"sent": {"refuse_commit": True, "late": {"committed": 1.0}}},
             # B takes a commit for 2 s after its promise.
             source={"frozen": {"hold_before_commit_s": 2.5}},
+            first={"frozen": "stayed", "sent": "stayed"},
         ),
         Failure(
             "answer lost",
@@ -252,15 +264,28 @@ FAILURES = {
                 "sent": {"late": {"committed": -1}},
                 "committed": {"late": {"producing": -1}},
             },
+            # Where B has said that it runs the request, the proxy knows.
+            first={
+                "attaching": "stayed",
+                "copying": "stayed",
+                "prepared": "stayed",
+                "sent": "moved",
+                "committed": "stayed",
+            },
         ),
-        Failure("answer and notice lost", _nothing, target={"sent": {"late": {"committed": -1, "producing": -1}}}),
+        Failure(
+            "answer and notice lost",
+            _nothing,
+            target={"sent": {"late": {"committed": -1, "producing": -1}}},
+            first={"sent": "stayed"},
+        ),
         Failure("A preempts", _preempt),
         Failure(
             "a request ends",
             _nothing,
             requests=_short_ones,
             source={"copying": {"hold_round_s": 10.0}, "prepared": {"hold_before_freeze_s": 6.0}},
-            target={"attaching": {"late": {"parked": 8.0}}},
+            target={"attaching": {"late": {"parked": 8.0}}, "frozen": {"late": {"prepared": 1.0}}},
             must=_one_ended,
         ),
     )

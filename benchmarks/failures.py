@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,35 +34,17 @@ from benchmarks.demo_models import tiny_model
 from benchmarks.exactness import compare
 from benchmarks.failure_cells import FAILURES, STATES, TOKENS, Failure, Run, State, base_requests, impossible
 from benchmarks.failure_rig import LEASE_S, Client, NeverHappened, Rig
+from benchmarks.failure_table import Cell, document, line
 
-__all__ = ["Cell", "run_cell"]
+__all__ = ["run_cell"]
 
 #: Seconds after the failure within which everything must be let go: the longest hold of all (A's last resort, 10 s),
 #: then one lease, and what a busy machine takes on top.
 LIMIT_S = 10.0 + LEASE_S + 7.0
 #: Tokens that each client has before the migration starts.
 START_AFTER = 20
-KV_CACHE_BYTES = 64 * 1024**2
-
-
-@dataclass
-class Cell:
-    """What was seen. `free`: blocks before and after by side; None for a side that was killed. `let_go_s`: until
-    nothing was parked, frozen or quarantined any more. `silence_s`: the longest pause of a client that was served."""
-
-    state: str
-    failure: str
-    clients: dict[str, int] = field(default_factory=dict)
-    job: str = ""
-    outcomes: dict[str, int] = field(default_factory=dict)
-    free: dict[str, tuple[int, int | None]] = field(default_factory=dict)
-    let_go_s: float | None = None
-    silence_s: float = 0.0
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def held(self) -> bool:
-        return not self.problems
+#: Small enough to be filled on purpose, large enough for every cell.
+KV_CACHE_BYTES = 28 * 1024**2
 
 
 async def run_cell(rig: Rig, state: State, failure: Failure, tokens: int = TOKENS) -> Cell:
@@ -121,6 +102,8 @@ async def _watch(run: Run, failure: Failure, cell: Cell, began: float) -> None:
 
         await rig.until(let_go, "nothing parked, frozen or quarantined", LIMIT_S)
         cell.let_go_s = time.monotonic() - began
+        if run.source in living:
+            cell.first = await _ended_moves(run)
         await _full_speed(run, living)
     for other in run.others:
         other.cancel()
@@ -135,7 +118,10 @@ async def _watch(run: Run, failure: Failure, cell: Cell, began: float) -> None:
         cell.let_go_s = time.monotonic() - began
     limit = asyncio.gather(*(client.task for client in run.clients), return_exceptions=True)
     if not failure.waits:
-        await _wait_for_job_or_clients(run, limit)
+        cell.first = await _first_fates(run, limit)
+        wanted = failure.first.get(cell.state)
+        if wanted and wanted not in cell.first:
+            cell.problems.append(f"the moves should first have {wanted}, and have {cell.first or 'not ended'}")
         await _full_speed(run, living)
     try:
         await asyncio.wait_for(limit, 120)
@@ -165,15 +151,19 @@ async def _full_speed(run: Run, living: list[Any]) -> None:
         await run.rig.faults(instance)
 
 
-async def _wait_for_job_or_clients(run: Run, clients: asyncio.Future[Any]) -> None:
-    """The fault itself decides when it is over: the requests have moved, or the first has been rolled back."""
+async def _ended_moves(run: Run) -> dict[str, int]:
+    moves = await run.moves()
+    return {state: moves[state] for state in ("moved", "stayed", "finished") if moves.get(state)}
 
-    async def over() -> bool:
-        moves = await run.moves()
-        return clients.done() or not moves or any(moves.get(state) for state in ("moved", "stayed", "finished"))
 
-    await asyncio.sleep(1.0)
-    await run.rig.until(over, "the end of the moves", LIMIT_S)
+async def _first_fates(run: Run, clients: asyncio.Future[Any]) -> dict[str, int]:
+    """Waits until the fault itself has decided: the requests have moved, or have been rolled back once."""
+
+    async def decided() -> bool:
+        return clients.done() or bool(await _ended_moves(run))
+
+    await run.rig.until(decided, "the end of the moves", LIMIT_S)
+    return await _ended_moves(run)
 
 
 async def _compare_blocks(run: Run, living: list[Any], cell: Cell) -> None:
@@ -235,70 +225,7 @@ def _difference(fate: str, reference: Answer, answer: Answer) -> str:
     return "" if answer.error else "a complete answer, although its proxy was killed"
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
-
-
-def document(cells: list[Cell]) -> str:
-    """The table as Markdown."""
-    lines = [
-        "# What happens when something fails in the middle of a migration",
-        "",
-        "Written by `python -m benchmarks.failures` from the run that proves it; do not edit. Two real engines on CPU,",
-        "a small model in float32, three streamed clients and one that is not, all in one wave; what is killed is",
-        f"killed by SIGKILL, with all its processes. Leases of {LEASE_S:g} s instead of 30 s.",
-        "",
-        "- **exact**: the complete answer; text, token ids, usage and finish reason are those of an undisturbed run.",
-        "- **error**: the engine that had the request is dead; what was delivered is a prefix of the undisturbed",
-        "  answer, then comes one error event (or 502) with code `upstream_lost`, in the protocol's shape.",
-        "- **lost**: the client's own connection ended with the proxy.",
-        "- *free blocks*: free KV blocks on each living engine before the cell and after it. Afterwards nothing is",
-        "  parked, frozen, quarantined or in a session, and the prefix cache can be emptied, which fails while anybody",
-        "  holds a block.",
-        "- *let go*: seconds from the failure until nothing was parked, frozen or quarantined any more (without a",
-        f"  control plane: until the session was gone). Limit: {LIMIT_S:g} s.",
-        "- *silence*: longest time without a token for a client that got its whole answer, in seconds.",
-        "",
-        "| state | what it means |",
-        "|---|---|",
-        *(f"| {state.name} | {state.meaning} |" for state in STATES.values()),
-        "",
-        "| state | failure | clients | requests | job | free blocks A | free blocks B | let go | silence |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [_line(cell) for cell in cells]
-    lines += ["", "## Cells that make no sense", "", "| state | failure | why |", "|---|---|---|"]
-    for state in STATES:
-        for failure in FAILURES:
-            if reason := impossible(state, failure):
-                lines.append(f"| {state} | {failure} | {reason} |")
-    return "\n".join(lines) + "\n"
-
-
-def _line(cell: Cell) -> str:
-    clients = _counted(cell.clients) if cell.held else "**" + "; ".join(cell.problems).replace("|", "/") + "**"
-    columns = [
-        cell.state,
-        cell.failure,
-        clients,
-        _counted(cell.outcomes),
-        cell.job,
-        _blocks(cell, "A"),
-        _blocks(cell, "B"),
-    ]
-    columns.append("-" if cell.let_go_s is None else f"{cell.let_go_s:.1f}")
-    columns.append(f"{cell.silence_s:.1f}" if cell.silence_s else "-")
-    return "| " + " | ".join(columns) + " |"
-
-
-def _counted(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "-"
-
-
-def _blocks(cell: Cell, letter: str) -> str:
-    if letter not in cell.free:
-        return "?"
-    before, after = cell.free[letter]
-    return f"{before}, killed" if after is None else f"{before} → {after}"
+# -- sittings ----------------------------------------------------------------------------------------------------------
 
 
 def _chosen(only: list[str]) -> list[tuple[State, Failure]]:
@@ -348,7 +275,7 @@ async def _sitting(arguments: argparse.Namespace, pairs: list[tuple[State, Failu
                     break
                 cell = await run_cell(rig, state, failure)
                 cells.append(cell)
-                _say(f"{time.strftime('%H:%M:%S')} {_line(cell)}")
+                _say(f"{time.strftime('%H:%M:%S')} {line(cell)}")
                 if arguments.results:
                     with arguments.results.open("ab") as file:
                         file.write(msgspec.json.encode(cell) + b"\n")
@@ -378,7 +305,7 @@ def main() -> int:
     if not _chosen(arguments.only):
         parser.error("--only names no cell; states: " + ", ".join(STATES) + "; failures: " + ", ".join(FAILURES))
     cells = asyncio.run(_measure(arguments))
-    text = document(cells)
+    text = document(cells, LIMIT_S)
     sys.stderr.write(text)
     if arguments.write:
         arguments.write.write_text(text)

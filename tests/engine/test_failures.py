@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.failure_cells import FAILURES, STATES
 from benchmarks.failure_rig import Rig
-from benchmarks.failures import Cell, run_cell
+from benchmarks.failure_table import Cell
+from benchmarks.failures import run_cell
 from tests.engine.conftest import RunningStack
 
 CELLS = (
