@@ -155,8 +155,10 @@ class Bench:
         else:
             texts = forced_texts(syntax, verdict.kind, native)
         if verdict.reasoning:
-            texts = paired_texts(start, end, texts if len(texts) < 4 else [*texts[:4], texts[6], texts[9]])
-        for template in TEMPLATES if mode == "tokens" or not verdict.tool else TEMPLATES[:1]:
+            texts = paired_texts(start, end, texts if len(texts) < 4 else [*texts[:1], *texts[2:4], texts[6]])
+        # The parsers of the older kind do not look at what the template is told.
+        follows = verdict.reasoning or (tool_class is not None and tool_class.engine_based_streaming)
+        for template in TEMPLATES if mode == "tokens" and follows else TEMPLATES[:1]:
             try:
                 parser_class(tokenizer, TOOLS, chat_template_kwargs=template)
             except Exception:  # Some look for their markers only where the template lets the model think.

@@ -172,9 +172,9 @@ def paired_texts(start: str, end: str, answers: list[Text]) -> list[Text]:
         Text("end marker cut off", start + THOUGHT + end[:3], ends=False),
         Text("empty reasoning", start + end + CONTENT),
     ]
-    for answer in answers:
-        for opened in (False, True):
+    for position, answer in enumerate(answers):
+        for opened in (False, True) if position == 0 else (False,):
             text = ("" if opened else start) + THOUGHT + end + ("\n\n" if opened else "") + answer.text
             name = f"reasoning, {answer.name}" + (", opened by the prompt" if opened else "")
             texts.append(Text(name, text, answer.calls, bool(answer.text), answer.ends, opened))
-    return texts + [Text("no reasoning, " + answer.name, answer.text, ends=answer.ends) for answer in answers[:2]]
+    return [*texts, Text("no reasoning, " + answers[0].name, answers[0].text, ends=answers[0].ends)]

@@ -63,10 +63,15 @@ def proved(verdicts: list[Verdict]) -> dict[tuple[str, str], list[Kind]]:
     """What `vllm_plugin.parsers.INVARIANT` may say."""
     # That a parser lets plain text through is no proof where no text was in its syntax.
     known = {(verdict.tool, verdict.reasoning) for verdict in verdicts if verdict.exercised and verdict.kind != "none"}
+    # A pair is tried with fewer texts than its parsers alone.
+    alone = {(verdict.tool, verdict.kind) for verdict in verdicts if verdict.movable and not verdict.reasoning}
+    reasons = {verdict.reasoning for verdict in verdicts if verdict.movable and not verdict.tool}
     pairs: dict[tuple[str, str], list[Kind]] = {}
     for verdict in verdicts:
         pair = (verdict.tool, verdict.reasoning)
-        if verdict.movable and (pair in known or not verdict.tool) and verdict.tool not in LEFT_OUT:
+        fits = not verdict.tool or (pair in known and (verdict.tool, verdict.kind) in alone)
+        fits = fits and (not verdict.reasoning or verdict.reasoning in reasons)
+        if verdict.movable and fits and verdict.tool not in LEFT_OUT:
             pairs.setdefault(pair, []).extend([verdict.kind] if verdict.tool else list(KINDS))
     return pairs
 
