@@ -131,7 +131,7 @@ ANSWERS: list[Kind] = [
     Kind(
         "n = 3, some of which end early",
         CHAT,
-        {"temperature": 1.0, "seed": 37, "n": 3, "stop": [" the ", ", "], "min_tokens": 4},
+        {"temperature": 1.0, "seed": 37, "n": 3, "stop": [" with ", " from "], "min_tokens": 4},
     ),
     Kind("several prompts", TEXT, {"temperature": 0}, prompts=2),
     Kind(

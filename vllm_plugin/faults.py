@@ -28,7 +28,7 @@ class Faults(msgspec.Struct):
         drop_generator: a fresh random state is sent instead of the request's.
         drop_output_split: B's model runner takes the output so far for a part of the prompt.
         drop_replay_tail: B's front end is not told the last token of the output so far.
-        drop_logprobs: the logprobs of A's tokens stay behind.
+        drop_logprobs: the logprobs of A's tokens stay behind; zeros are sent.
         drop_lora: B's model runner is not told the request's LoRA adapter.
         hold_round_s, hold_before_freeze_s, hold_before_commit_s: A waits there: after each round, after B's promise of
             a run slot, and between the tail and the commit.

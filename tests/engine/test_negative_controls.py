@@ -14,7 +14,7 @@ PIECES = {
     "penalties": ("presence_penalty", "token ids differ"),
     "split between prompt and output": ("stop_token_ids that end the answer", "token ids differ"),
     "grammar": ("structured output: JSON schema", "differ"),
-    "log-probabilities": ("logprobs, chat, top_logprobs 4", "log-probabilities"),
+    "log-probabilities": ("logprobs, chat, top_logprobs, not streamed", "log-probabilit"),
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,16 @@ import pytest
 
 from benchmarks.parser_bench import KINDS, TOKENIZER, Bench, groupings
 from vllm_plugin.parsers import INVARIANT, chunk_invariant, parser_names, tool_choice_kind
+
+
+@pytest.fixture(autouse=True, scope="module")
+def vllm_log() -> Iterator[None]:
+    """The bench silences vLLM's log, which other tests read."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
 
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
