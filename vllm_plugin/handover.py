@@ -12,8 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from vllm_plugin.book import merge_logprobs
 from vllm_plugin.messages import Commit, CommitItem, CommitPart, Prepare, Refusals
 from vllm_plugin.move import DEADLINES_S, Member, Move
@@ -157,8 +155,9 @@ def _commit_items(
         ]
         items.append(CommitItem(move.ticket, parts))
     if session.engine.faults.drop_logprobs:
-        for part in (part for item in items for part in item.parts if part.logprobs is not None):
-            part.logprobs = msgspec.structs.replace(part.logprobs, logprobs=bytes(len(part.logprobs.logprobs)))
+        for rows in (part.logprobs for item in items for part in item.parts):
+            if rows is not None:
+                rows.logprobs = bytes(len(rows.logprobs))
     return items
 
 
