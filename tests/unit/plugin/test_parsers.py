@@ -105,7 +105,6 @@ def bench() -> Bench:
     [
         ("kimi_k2", "", "auto"),
         ("pythonic", "", "required"),
-        ("", "qwen3", "none"),
         ("hermes", "", "auto"),
     ],
 )
