@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.parser_corpus import REASONING, TOOLS, Text, forced_texts, paired_texts, plain_texts
+from benchmarks.parser_corpus import REASONING, TOOLS, Text, forced_texts, paired_texts, plain_texts, scrambled_texts
 from benchmarks.tool_syntaxes import SYNTAXES
 from vllm_plugin.parsers import Kind
 
@@ -156,6 +156,9 @@ class Bench:
             texts = forced_texts(syntax, verdict.kind, native)
         if verdict.reasoning:
             texts = paired_texts(start, end, texts if len(texts) < 4 else [*texts[:1], *texts[2:4], texts[6]])
+        rng = random.Random(f"{SEED} {verdict.tool} {verdict.reasoning} {mode}")
+        scrambled = scrambled_texts(rng, [marker for marker in (*markers, start, end) if marker], syntax)
+        texts += scrambled if verdict.reasoning else [replace(text, reasoning_open=False) for text in scrambled]
         # The parsers of the older kind do not look at what the template is told.
         follows = verdict.reasoning or (tool_class is not None and tool_class.engine_based_streaming)
         for template in TEMPLATES if mode == "tokens" and follows else TEMPLATES[:1]:

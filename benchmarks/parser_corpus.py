@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.tool_syntaxes import HERMES, SYNTAXES, Call, Syntax, json_array, json_text
 
-__all__ = ["PAIRS", "REASONING", "TOOLS", "Text", "forced_texts", "paired_texts", "plain_texts"]
+__all__ = ["PAIRS", "REASONING", "TOOLS", "Text", "forced_texts", "paired_texts", "plain_texts", "scrambled_texts"]
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -108,6 +109,9 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("longcat", "deepseek_r1"),
 )
 
+#: How many scrambled answers are tried for each way to tokenize the markers.
+SCRAMBLED = 12
+
 CONTENT = "Is 2 < 3 and [1, 2] {x}? Yes 😀.\n\nDone."
 THOUGHT = "Let me see: 2 < 3.\nSo 🤔 fine."
 
@@ -171,6 +175,10 @@ def paired_texts(start: str, end: str, answers: list[Text]) -> list[Text]:
         Text("reasoning cut off, opened by the prompt", THOUGHT, ends=False, reasoning_open=True),
         Text("end marker cut off", start + THOUGHT + end[:3], ends=False),
         Text("empty reasoning", start + end + CONTENT),
+        Text("end marker again in the answer", start + THOUGHT + end + f"The mark {end} ends it.\n{end}" + CONTENT),
+        Text("end marker again, cut off", start + THOUGHT + end + f"Well. {end}{end[:5]}", ends=False),
+        Text("reasoning again", start + THOUGHT + end + f"One. {start}{THOUGHT}{end} Two.\n" + CONTENT),
+        Text("reasoning again, cut off", start + THOUGHT + end + f"One. {start}{THOUGHT}", ends=False),
     ]
     for position, answer in enumerate(answers):
         for opened in (False, True) if position == 0 else (False,):
@@ -178,3 +186,30 @@ def paired_texts(start: str, end: str, answers: list[Text]) -> list[Text]:
             name = f"reasoning, {answer.name}" + (", opened by the prompt" if opened else "")
             texts.append(Text(name, text, answer.calls, bool(answer.text), answer.ends, opened))
     return [*texts, Text("no reasoning, " + answers[0].name, answers[0].text, ends=answers[0].ends)]
+
+
+def scrambled_texts(rng: random.Random, markers: list[str], syntax: Syntax | None) -> list[Text]:
+    """Markers again, unbalanced and in pieces, anywhere in an answer: what small models write, and nobody would."""
+    call = syntax.write(ONE) if syntax else HERMES.write(ONE)
+    texts = []
+    for number in range(SCRAMBLED):
+        parts = []
+        for _ in range(rng.randint(3, 7)):
+            marker = rng.choice(markers)
+            parts.append(
+                rng.choice(
+                    (
+                        marker,
+                        marker,
+                        marker[: rng.randint(1, len(marker))],
+                        marker[rng.randint(0, len(marker) - 1) :],
+                        call,
+                        call[: rng.randint(1, len(call))],
+                        rng.choice((" so", "A.", "\n", "\n\n", " 😀", "<", "{", " [", '"')),
+                        THOUGHT,
+                    )
+                )
+            )
+        opened = rng.random() < 0.4
+        texts.append(Text(f"scrambled {number}", "".join(parts), ends=rng.random() < 0.5, reasoning_open=opened))
+    return texts
