@@ -125,7 +125,7 @@ async def _one_crowd(
     outcomes = Counter(
         (states.get(row["request_id"], "later"), row["outcome"], row["code"]) for row in migration.requests
     )
-    say(f"    awaited {awaited}; {dict(outcomes)}; {migration.job['state']}")
+    say(f"    awaited {awaited}; {dict(outcomes)}; {migration.job['state']} {migration.job.get('error') or ''}")
     for row in migration.requests:
         if row["outcome"] == "stayed":
             say(f"    {row['request_id']}: {row.get('message')}")

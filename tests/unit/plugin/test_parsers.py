@@ -103,9 +103,7 @@ def bench() -> Bench:
 @pytest.mark.parametrize(
     ("tool", "reasoning", "kind"),
     [
-        ("kimi_k2", "", "auto"),
         ("pythonic", "", "required"),
-        ("hermes", "", "auto"),
     ],
 )
 def test_the_table_is_still_true(bench: Bench, tool: str, reasoning: str, kind: Any):
