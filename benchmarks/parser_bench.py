@@ -156,9 +156,10 @@ class Bench:
             texts = forced_texts(syntax, verdict.kind, native)
         if verdict.reasoning:
             texts = paired_texts(start, end, texts if len(texts) < 4 else [*texts[:1], *texts[2:4], texts[6]])
-        rng = random.Random(f"{SEED} {verdict.tool} {verdict.reasoning} {mode}")
-        scrambled = scrambled_texts(rng, [marker for marker in (*markers, start, end) if marker], syntax)
-        texts += scrambled if verdict.reasoning else [replace(text, reasoning_open=False) for text in scrambled]
+        if verdict.kind in ("none", "auto") or not self._grammar_forces(parser_class, tokenizer, verdict.kind):
+            rng = random.Random(f"{SEED} {verdict.tool} {verdict.reasoning} {mode}")
+            scrambled = scrambled_texts(rng, [marker for marker in (*markers, start, end) if marker], syntax)
+            texts += scrambled if verdict.reasoning else [replace(text, reasoning_open=False) for text in scrambled]
         # The parsers of the older kind do not look at what the template is told.
         follows = verdict.reasoning or (tool_class is not None and tool_class.engine_based_streaming)
         for template in TEMPLATES if mode == "tokens" and follows else TEMPLATES[:1]:
@@ -238,6 +239,22 @@ class Bench:
                 return
             else:
                 verdict.at_the_end = verdict.at_the_end or example
+
+    def _grammar_forces(self, parser_class: Any, tokenizer: Any, kind: Kind) -> bool:
+        """Whether vLLM lets the model write nothing but calls under this tool choice."""
+        import xgrammar
+
+        request = self.request(kind, True)
+        parser_class(tokenizer, request.tools, chat_template_kwargs={}).adjust_request(request)
+        outputs = request.structured_outputs
+        if outputs is None:
+            return False
+        compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([]))
+        if outputs.structural_tag is not None:
+            grammar = compiler.compile_structural_tag(outputs.structural_tag)
+        else:
+            grammar = compiler.compile_json_schema(json.dumps(outputs.json))
+        return not xgrammar.GrammarMatcher(grammar, terminate_without_stop_token=True).accept_string("Hello")
 
     def request(self, kind: Kind, tools: bool) -> Any:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

@@ -152,6 +152,8 @@ def forced_texts(syntax: Syntax | None, kind: str, native: bool) -> list[Text]:
         return [
             Text("forced", text, tuple(name for name, _ in calls)),
             Text("forced nested", syntax.write(NESTED), ("order",)),
+            # Some grammars allow no line breaks between the parts of a call.
+            Text("forced in one line", text.replace("\n", "")),
             Text("forced cut off", text[: len(text) * 3 // 4], ends=False),
         ]
     if kind == "named":

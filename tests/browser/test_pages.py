@@ -58,7 +58,7 @@ def test_the_dialog_compares_before_it_lets_start(operator: Page, pair: Pair, co
 
     wrong = dialog.get_by_role("listitem").filter(has_text="dtype").filter(has_text="bfloat16")
     expect(wrong).to_contain_text("float32")
-    expect(wrong).to_contain_text("Start the target with the same dtype")
+    expect(wrong).to_contain_text("Start the target with the same --dtype")
     expect(wrong.get_by_role("img", name="error")).to_be_visible()
     expect(start).to_be_disabled()
 

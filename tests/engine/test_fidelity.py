@@ -24,8 +24,10 @@ def test_choices_routes_grammars_and_refusals_there_and_back(stack: RunningStack
     kinds = [kind for kind in KINDS if kind.name in CHOSEN]
     assert len(kinds) == len(CHOSEN)
     rows = {kind.name: Row(kind) for kind in kinds}
-    stack.remember_roles()
-    run = stack.migrate_under_load(batch_of(kinds, salt=91), start_after_tokens=6, further=(3,))
+    source, target = stack.remember_roles()
+    # Slow steps, so that the answers are long enough for the way back.
+    with stack.faults(source, step_delay_s=0.1), stack.faults(target, step_delay_s=0.1):
+        run = stack.migrate_under_load(batch_of(kinds, salt=91), start_after_tokens=6, further=(3,))
     judge(rows, kinds, run, salt=91)
     for row in rows.values():
         assert row.holds, f"{row.kind.name}: {row.migrated} moved, {row.codes}, {row.differences}"

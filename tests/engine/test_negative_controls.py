@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.exactness import Verdict
 from benchmarks.fidelity import batch_of
 from benchmarks.fidelity_kinds import KINDS
+from benchmarks.kinds import Kind
 from benchmarks.live_migration import MigrationRun
 from tests.engine.conftest import RunningStack
 
@@ -14,15 +15,21 @@ PIECES = {
     "penalties": ("presence_penalty", "token ids differ"),
     "split between prompt and output": ("stop_token_ids that end the answer", "token ids differ"),
     "grammar": ("structured output: JSON schema", "differ"),
-    "log-probabilities": ("logprobs, chat, top_logprobs, not streamed", "log-probabilit"),
 }
 
 
+def _kinds(names: list[str]) -> list[Kind]:
+    return [next(kind for kind in KINDS if kind.name == name) for name in names]
+
+
 def _moved(stack: RunningStack, names: list[str], salt: int) -> tuple[dict[str, Verdict], MigrationRun]:
-    kinds = [next(kind for kind in KINDS if kind.name == name) for name in names]
+    return _moved_kinds(stack, _kinds(names), salt)
+
+
+def _moved_kinds(stack: RunningStack, kinds: list[Kind], salt: int) -> tuple[dict[str, Verdict], MigrationRun]:
     run = stack.migrate_under_load(batch_of(kinds, salt), start_after_tokens=6)
     assert run.migration.job["state"] == "done", run.migration.job
-    found = dict(zip(names, run.verdicts, strict=True))
+    found = dict(zip([kind.name for kind in kinds], run.verdicts, strict=True))
     for name, verdict in found.items():
         assert verdict.cut_at is not None, f"{name} was not moved: {run.migration.requests}"
     return found, run
@@ -32,7 +39,7 @@ def test_each_piece_of_state_that_is_left_behind_spoils_its_row(stack: RunningSt
     names = ["greedy, chat", *(name for name, _ in PIECES.values())]
     source, target = stack.remember_roles()
     with (
-        stack.faults(source, drop_generator=True, drop_logprobs=True),
+        stack.faults(source, drop_generator=True),
         stack.faults(target, drop_output_split=True, skip_grammar=True),
     ):
         found, _ = _moved(stack, names, salt=94)
@@ -40,6 +47,16 @@ def test_each_piece_of_state_that_is_left_behind_spoils_its_row(stack: RunningSt
     assert found["greedy, chat"].exact, found["greedy, chat"]
     for piece, (name, sentence) in PIECES.items():
         assert any(sentence in one for one in found[name].differences), f"{piece}: {found[name]}"
+
+
+def test_log_probabilities_that_are_left_behind_are_noticed(stack: RunningStack) -> None:
+    # In one piece, so that those of the source come to the client by the target.
+    whole = [kind.but(streamed=False) for kind in _kinds(["logprobs, chat"])]
+    with stack.faults(stack.remember_roles()[0], drop_logprobs=True):
+        found, _ = _moved_kinds(stack, [*_kinds(["greedy, chat"]), *whole], salt=98)
+    assert found["greedy, chat"].exact, found["greedy, chat"]
+    wrong = next(verdict for name, verdict in found.items() if name != "greedy, chat")
+    assert any("log-probabilit" in one for one in wrong.differences), wrong
 
 
 def test_a_tail_block_that_is_not_sent_again_is_noticed(stack: RunningStack) -> None:
