@@ -72,7 +72,7 @@ def _first_lot(salt: int, preempt: bool = False) -> list[Request]:
 
 def _second_lot(salt: int) -> list[Request]:
     """One whose prefill takes several steps of 256 tokens, and three for which there is no run slot."""
-    long = Kind("crowded, long", TEXT, {"temperature": 0, "max_tokens": 60}, text=_words(1400))
+    long = Kind("crowded, long", TEXT, {"temperature": 0, "max_tokens": 120}, text=_words(1400))
     short = Kind("crowded, late", TEXT, {"temperature": 0, "max_tokens": 60}, text=_words(40))
     return [long.request(salt * 100 + 50), *(short.request(salt * 100 + 51 + index) for index in range(3))]
 

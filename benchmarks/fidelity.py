@@ -64,10 +64,15 @@ def batch_of(kinds: list[Kind], salt: int) -> list[Request]:
 
 
 def choose(kinds: list[Kind], rows: dict[str, Row], draw: random.Random) -> list[Kind]:
-    """The kinds of the next batch, those first that have been tried least; a kind with copies comes several times."""
+    """The kinds of the next batch, those first that have been tried least; a kind with copies comes several times.
+
+    Kinds that are refused come together: a migration waits for what stays, and then nothing is left for the way back.
+    """
     chosen: list[Kind] = []
     room = BATCH
-    for kind in sorted(kinds, key=lambda kind: (rows[kind.name].tried, draw.random())):
+    wanted = [kind for kind in kinds if not (kind.refused and rows[kind.name].tried)] or kinds
+    in_turn = sorted(wanted, key=lambda kind: (rows[kind.name].tried, draw.random()))
+    for kind in (kind for kind in in_turn if bool(kind.refused) == bool(in_turn[0].refused)):
         size = kind.sequences * kind.copies
         if size <= room:
             chosen += [kind] * kind.copies

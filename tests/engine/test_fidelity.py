@@ -16,11 +16,10 @@ CHOSEN = (
     "responses",
     "messages, not streamed",
     "all three penalties, seeded",
-    "prompt_logprobs",
 )
 
 
-def test_choices_routes_grammars_and_refusals_there_and_back(stack: RunningStack) -> None:
+def test_choices_routes_and_grammars_there_and_back(stack: RunningStack) -> None:
     kinds = [kind for kind in KINDS if kind.name in CHOSEN]
     assert len(kinds) == len(CHOSEN)
     rows = {kind.name: Row(kind) for kind in kinds}
