@@ -18,7 +18,7 @@ from benchmarks.exactness import verdicts, weigh
 from benchmarks.fidelity_rows import Row, judge_one
 from benchmarks.kinds import CHAT, TEXT, Kind, prompt
 from benchmarks.live_migration import MigrationRun, Panel, until_all_have
-from benchmarks.stacks import MODEL
+from benchmarks.stacks import MODEL, sides
 from benchmarks.streams import run_requests
 from controlplane.supervisor import Stack
 
@@ -50,7 +50,6 @@ async def measure_crowd(
     stack: Stack, rows: dict[str, Row], wanted: int, next_salt: Callable[[], int], say: Callable[[str], None]
 ) -> None:
     """Moves crowded batches until every state has been seen to move and `wanted` requests have."""
-    ids = [instance.id for instance in stack.instances.values()]
     await run_requests(stack.url, MODEL, _first_lot(next_salt())[:1])
     mine = [rows[name] for name in _STATES.values() if name in rows]
     for turn in range(8):
@@ -59,7 +58,7 @@ async def measure_crowd(
         say(f"  crowded: {moved} moved; not seen yet: {missing}")
         if moved >= wanted and not missing:
             return
-        await _one_crowd(stack, rows, next_salt(), ids[turn % 2], ids[1 - turn % 2], turn % 2 == 1, say)
+        await _one_crowd(stack, rows, next_salt(), *await sides(stack), turn % 2 == 1, say)
 
 
 def _first_lot(salt: int, preempt: bool = False) -> list[Request]:

@@ -30,7 +30,7 @@ from benchmarks.exactness import weigh
 from benchmarks.fidelity_kinds import KINDS, Kind
 from benchmarks.fidelity_rows import Row, document, judge
 from benchmarks.live_migration import migrate_under_load
-from benchmarks.stacks import MODEL, STACKS, stack_of
+from benchmarks.stacks import MODEL, STACKS, sides, stack_of
 from benchmarks.streams import run_requests
 from controlplane.supervisor import Stack
 
@@ -117,7 +117,6 @@ async def measure(stack_name: str, kinds: list[Kind], rows: dict[str, Row], want
         mine = [rows[kind.name] for kind in kinds]
         # The first steps of an engine are slower than all later ones.
         await undisturbed(stack, batch_of(kinds[:2], draw.next_salt()))
-        source, target = (instance.id for instance in stack.instances.values())
         # A kind that is never seen to move or to be refused shows up as such in the table; it must not keep this going.
         for _ in range(2 * max(wanted, len(kinds)) // BATCH + 2):
             missing = [row.kind.name for row in mine if not row.tried]
@@ -127,9 +126,7 @@ async def measure(stack_name: str, kinds: list[Kind], rows: dict[str, Row], want
             )
             if moved >= wanted and not missing:
                 break
-            moves = await _one_batch(stack, choose(kinds, rows, draw.random), rows, draw, source, target)
-            if moves % 2:
-                source, target = target, source
+            await _one_batch(stack, choose(kinds, rows, draw.random), rows, draw, *await sides(stack))
     finally:
         await stack.stop()
         shutil.rmtree(folder, ignore_errors=True)
@@ -137,8 +134,8 @@ async def measure(stack_name: str, kinds: list[Kind], rows: dict[str, Row], want
 
 async def _one_batch(
     stack: Stack, chosen: list[Kind], rows: dict[str, Row], draw: Draw, source: str, target: str
-) -> int:
-    """Moves one batch there and back and returns how many migrations that were."""
+) -> None:
+    """Moves one batch there and back."""
     salt = draw.next_salt()
     requests = batch_of(chosen, salt)
     began = time.monotonic()
@@ -163,14 +160,14 @@ async def _one_batch(
             target,
             requests,
             start_after_tokens=start,
-            further=(again,),
+            further=() if chosen[0].refused else (again,),
             references=references,
         )
     except RuntimeError as error:
         _say(f"  {error}")
         for kind in chosen:
             rows[kind.name].troubles.append(str(error))
-        return 0
+        return
     over = time.monotonic()
     moves = [
         f"{migration.job['state']}, {sum(row['outcome'] == 'moved' for row in migration.requests)} moved"
@@ -185,7 +182,6 @@ async def _one_batch(
     for migration in run.migrations:
         if migration.job["state"] not in ("done", "partial"):
             _say(f"  migration {migration.job['state']}: {migration.job.get('error')}")
-    return len(run.migrations)
 
 
 def _say(line: str) -> None:

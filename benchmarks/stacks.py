@@ -8,12 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import aiohttp
+
 from benchmarks.demo_models import chat_model, lora_adapter
 from benchmarks.kinds import REASONING_PARSER, TOOL_PARSER
+from benchmarks.live_migration import Panel
 from controlplane.serving import InstanceOptions
 from controlplane.supervisor import Stack, StackOptions
 
-__all__ = ["MODEL", "STACKS", "Setup", "stack_of"]
+__all__ = ["MODEL", "STACKS", "Setup", "sides", "stack_of"]
 
 MODEL = "smollm2-135m"
 #: Of the model's tokens that never come: these two get the names that reasoning parsers look for.
@@ -114,3 +117,12 @@ def _renamed(text: str) -> str:
     words = tokenizer["model"]["vocab"]
     tokenizer["model"]["vocab"] = {_THINK.get(word, word): number for word, number in words.items()}
     return json.dumps(tokenizer, ensure_ascii=False)
+
+
+async def sides(stack: Stack) -> tuple[str, str]:
+    """Ids of the instance that serves now and of the other one: a migration that ended early has not swapped them."""
+    headers = {"Authorization": f"Bearer {stack.api_token}"}
+    async with aiohttp.ClientSession(stack.url, headers=headers) as session:
+        rows = await Panel(session).rows("/api/v1/instances")
+    first, second = sorted(rows, key=lambda row: str(row["status"]) != "active")
+    return str(first["id"]), str(second["id"])
