@@ -125,4 +125,4 @@ async def sides(stack: Stack) -> tuple[str, str]:
     async with aiohttp.ClientSession(stack.url, headers=headers) as session:
         rows = await Panel(session).rows("/api/v1/instances")
     first, second = sorted(rows, key=lambda row: str(row["status"]) != "active")
-    return str(first["id"]), str(second["id"])
+    return str(first["vllm_hi_id"]), str(second["vllm_hi_id"])
