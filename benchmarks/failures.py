@@ -219,6 +219,9 @@ def _difference(fate: str, reference: Answer, answer: Answer) -> str:
     delivered = len(answer.token_ids)
     if answer.token_ids != reference.token_ids[:delivered]:
         return "what was delivered before the failure is wrong"
+    if fate == "error" and not answer.request.streamed and not answer.error:
+        # Nothing of it had been sent: the proxy gave it to another instance, from its beginning.
+        return "; ".join(compare(reference, answer).differences)
     if fate == "error":
         shaped = "upstream_lost" in answer.error and ("error event" in answer.error or "HTTP 502" in answer.error)
         return "" if shaped else f"no error in the protocol's shape: {answer.error or 'a complete answer'}"

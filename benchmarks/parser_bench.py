@@ -152,10 +152,12 @@ class Bench:
             texts = [Text("content", "Is 2 < 3? Yes 😀.\n\nDone."), Text("cut off", "Is 2 < 3", ends=False)]
         elif verdict.kind in ("none", "auto"):
             texts = plain_texts(syntax)
+            if verdict.reasoning and syntax is not None:
+                texts = [*texts[:1], *texts[2:4], texts[6]]
         else:
             texts = forced_texts(syntax, verdict.kind, native)
         if verdict.reasoning:
-            texts = paired_texts(start, end, texts if len(texts) < 4 else [*texts[:1], *texts[2:4], texts[6]])
+            texts = paired_texts(start, end, texts)
         if verdict.kind in ("none", "auto") or not self._grammar_forces(parser_class, tokenizer, verdict.kind):
             rng = random.Random(f"{SEED} {verdict.tool} {verdict.reasoning} {mode}")
             scrambled = scrambled_texts(rng, [marker for marker in (*markers, start, end) if marker], syntax)
