@@ -38,7 +38,7 @@ REFUSED: list[Kind] = [
         refused="prompt_logprobs",
         streamed=False,
     ),
-    Kind("beam search", TEXT, {"temperature": 0, "n": 2, "use_beam_search": True}, refused="beam_search").but(
+    Kind("beam search", TEXT, {"temperature": 0, "n": 2, "use_beam_search": True}, refused="no_proxy").but(
         streamed=False
     ),
 ]
