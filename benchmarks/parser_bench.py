@@ -158,7 +158,10 @@ class Bench:
             texts = forced_texts(syntax, verdict.kind, native)
         if verdict.reasoning:
             texts = paired_texts(start, end, texts)
-        if verdict.kind in ("none", "auto") or not self._grammar_forces(parser_class, tokenizer, verdict.kind):
+        free = verdict.kind in ("none", "auto") or not self._grammar_forces(parser_class, tokenizer, verdict.kind)
+        if free and verdict.kind not in ("none", "auto") and not verdict.reasoning:
+            texts += plain_texts(syntax)
+        if free:
             rng = random.Random(f"{SEED} {verdict.tool} {verdict.reasoning} {mode}")
             scrambled = scrambled_texts(rng, [marker for marker in (*markers, start, end) if marker], syntax)
             texts += scrambled if verdict.reasoning else [replace(text, reasoning_open=False) for text in scrambled]
