@@ -34,7 +34,6 @@ INVARIANT: Mapping[tuple[str, str], frozenset[Kind]] = {
     ("granite4", ""): _FORCED,
     ("hermes", ""): _FORCED,
     ("hunyuan_a13b", ""): _FORCED,
-    ("inkling", ""): _FORCED,
     ("internlm", ""): _FORCED,
     ("jamba", ""): _FORCED,
     ("lfm2", ""): _FORCED,
