@@ -23,8 +23,7 @@ ANSWER = '{"n": 12, "s": "a b"}'
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    if not MODEL.exists():
-        pytest.skip("the demo model's tokenizer is not there (python -m benchmarks.demo_models)")
+    assert MODEL.exists(), "the demo model is missing: python -m benchmarks.demo_models"
     from tokenizers import AddedToken
     from transformers import AutoTokenizer
 

@@ -95,8 +95,7 @@ def test_groupings_cover_every_cut():
 @pytest.fixture(scope="module")
 def bench() -> Bench:
     pytest.importorskip("vllm")
-    if not TOKENIZER.exists():
-        pytest.skip("the demo model's tokenizer is not there (python -m benchmarks.demo_models)")
+    assert TOKENIZER.exists(), "the demo model is missing: python -m benchmarks.demo_models"
     return Bench()
 
 
