@@ -7,14 +7,12 @@ whether both instances still answer. Whatever goes wrong ends in `rollback`.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -34,6 +32,7 @@ from migrations_app.events import record
 from migrations_app.lease import LeaseKeeper
 from migrations_app.models import MigrationJob
 from migrations_app.preflight import run_preflight
+from migrations_app.refusals import TRANSIENT_REASONS, Refused
 from migrations_app.rollback import MigrationStopped, blame, roll_back, silence
 from migrations_app.state import advance
 
@@ -41,30 +40,9 @@ __all__ = ["claim", "run"]
 
 logger = logging.getLogger(__name__)
 
-#: Reasons that pass by themselves: such a request is listed again a moment later.
-TRANSIENT_REASONS = frozenset(
-    {"already_moving", "grammar_not_ready", "incomplete", "preempted", "proxy_unreachable", "seeded_prefill"}
-)
 #: How often a request that stayed at its handover is tried again; each try costs its client a short pause.
 HANDOVER_TRIES = 3
 DRAIN_POLL_S = 0.25
-#: Seconds after which a request that found no place on the target is tried again: doubled each time up to the second.
-ATTACH_RETRY_S = (0.5, 15.0)
-#: Refusals of the proxy that no waiting changes; only it has seen the request as the client sent it.
-LASTING_REFUSALS = frozenset(
-    {
-        "background",
-        "beam_search",
-        "best_of",
-        "custom_tools",
-        "logprobs_follow_events",
-        "not_a_movable_route",
-        "parser_not_chunk_invariant",
-        "previous_response",
-        "prompt_logprobs",
-        "server_tools",
-    }
-)
 
 Rows = list[dict[str, Any]]
 T = TypeVar("T")
@@ -98,18 +76,6 @@ def claim(job_id: str, owner: str) -> bool:
     )
 
 
-@dataclass
-class _Refused:
-    """When a request that was refused may be tried again, on the monotonic clock."""
-
-    until: float = 0.0
-    pause_s: float = ATTACH_RETRY_S[0]
-
-    def again(self, code: str) -> None:
-        self.until = math.inf if code in LASTING_REFUSALS else time.monotonic() + self.pause_s
-        self.pause_s = min(2 * self.pause_s, ATTACH_RETRY_S[1])
-
-
 class Execution:
     """One attempt at one job."""
 
@@ -122,7 +88,7 @@ class Execution:
         self.keeper = LeaseKeeper(self.job.id, self.attempt, owner, self.job.source, self.job.target)
         self.round_index = 0
         self.handover_tries: dict[str, int] = {}
-        self.refused: dict[str, _Refused] = {}
+        self.refused: dict[str, Refused] = {}
         self.moved: set[str] = set()
 
     def run(self) -> None:
@@ -271,7 +237,7 @@ class Execution:
         journal.note_attached(self.job.id, attached)
         journal.note_refused(self.job.id, refused, RequestOutcome.REFUSED)
         for row in refused:
-            self.refused.setdefault(str(row["request_id"]), _Refused()).again(str(row.get("code") or ""))
+            self.refused.setdefault(str(row["request_id"]), Refused()).again(str(row.get("code") or ""))
         if refused:
             self._target_must_answer("requests were being attached")
         return [str(row["request_id"]) for row in attached]
