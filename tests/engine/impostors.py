@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import socket
@@ -57,8 +58,11 @@ class Impostor:
     `tokens`: what that client has received. `asked`: requests of A for a second leg.
     """
 
-    def __init__(self, stack: RunningStack, source: Instance, target: Instance, name: str = "impostor") -> None:
-        self.name = name
+    _numbers = itertools.count()
+
+    def __init__(self, stack: RunningStack, source: Instance, target: Instance) -> None:
+        # A name of its own: an instance may not yet have noticed that an earlier impostor has gone.
+        self.name = name = f"impostor-{next(self._numbers)}"
         self.tokens: list[int] = []
         self.asked: queue.Queue[OpenLeg] = queue.Queue()
         self.over = threading.Event()

@@ -23,6 +23,8 @@ from tests.engine.impostors import ByHand, Impostor, Relay, data_port
 from vllm_plugin.messages import Commit, Grown, SessionOpened, Write, Written, decode_data
 from vllm_plugin.wire import PROTOCOL_VERSION, Auth, FrameSocket, Hello, Refused, answer_hello, encode_frame
 
+SLOW = {"step_delay_s": 0.03}
+
 
 def test_garbage_on_the_data_and_control_ports(stack: RunningStack) -> None:
     source = stack.active()
@@ -109,7 +111,9 @@ def _scored() -> dict[str, object]:
 def impostor(stack: RunningStack) -> Iterator[Impostor]:
     source, target = stack.remember_roles()
     impostor = Impostor(stack, source, target)
-    yield impostor
+    # Slow, so that the request is still there when its ticket is misused, however late a busy machine comes to that.
+    with stack.faults(source, **SLOW):
+        yield impostor
     impostor.close()
 
 
@@ -265,7 +269,7 @@ def test_a_peer_that_lies_about_sizes(stack: RunningStack, lie: Callable[[Any], 
     load = stack.load(requests)
     try:
         # The hold lets A say something in the commit that it has not said before.
-        with stack.faults(source, hold_before_freeze_s=0.3), by_hand.session():
+        with stack.faults(source, hold_before_freeze_s=0.3, **SLOW), by_hand.session():
             assert len(by_hand.call("attach").json()["attached"]) == 2
             rows = by_hand.call("round", round=0).json().get("failed", [])
             rows += by_hand.call("handover").json().get("results", [])
@@ -303,11 +307,12 @@ def test_a_target_whose_worker_takes_half_a_block_and_dies(stack: RunningStack, 
             return message
 
         relay = Relay(stack, target, elsewhere)
-        load = stack.load(requests)
         by_hand = ByHand(stack, f"half-{half}", source, target, control_port=relay.port)
-        with by_hand.session():
-            by_hand.call("attach")
-            failed = by_hand.call("round", round=0).json()["failed"]
+        with stack.faults(source, **SLOW):
+            load = stack.load(requests)
+            with by_hand.session():
+                assert len(by_hand.call("attach").json()["attached"]) == 1
+                failed = by_hand.call("round", round=0).json()["failed"]
         relay.close()
     assert [row["code"] for row in failed] == ["target_lost"], failed
     _assert_undisturbed(stack, references, load.result(120))
