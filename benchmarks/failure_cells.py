@@ -29,7 +29,7 @@ TOKENS = 1000
 @dataclass
 class Run:
     """One cell while it runs. `free`: free KV blocks by instance letter before it. `others`: requests that are in the
-    way on purpose, past the proxy."""
+    way on purpose, past the proxy. `restarting`: a killed instance is started again at once."""
 
     rig: Rig
     source: Instance
@@ -38,6 +38,7 @@ class Run:
     clients: list[Client]
     free: dict[str, int]
     others: list[asyncio.Task[None]] = field(default_factory=list)
+    restarting: asyncio.Task[None] | None = None
 
     async def moves(self) -> dict[str, int]:
         """How many moves are in which state, as the source sees it."""
@@ -154,6 +155,11 @@ async def _kill_target(run: Run) -> None:
     await run.rig.kill(run.target)
 
 
+async def _restart_target(run: Run) -> None:
+    await run.rig.kill(run.target)
+    run.restarting = asyncio.create_task(run.rig.restart(run.target))
+
+
 async def _kill_source(run: Run) -> None:
     await run.rig.kill(run.source)
 
@@ -231,6 +237,7 @@ FAILURES = {
     failure.name: failure
     for failure in (
         Failure("B killed", _kill_target, {"moved": "error"}, "target"),
+        Failure("B restarted", _restart_target, kills="target"),
         Failure(
             "A killed", _kill_source, {"": "error", "sent": "exact", "committed": "exact", "moved": "exact"}, "source"
         ),
@@ -313,6 +320,8 @@ def impossible(state: str, failure: str) -> str:
     """Why a cell makes no sense; "" when it does."""
     if (state, failure) in IMPOSSIBLE:
         return IMPOSSIBLE[state, failure]
+    if failure == "B restarted" and state not in ("copying", "sent"):
+        return "as *B killed*: a session ends with its process, whatever starts afterwards"
     if failure == "B refuses the commit" and state not in ("frozen", "sent"):
         return "there is no commit to refuse yet" if state in ("attaching", "copying", "prepared") else "already taken"
     if failure == "answer and notice lost" and state != "sent":

@@ -91,7 +91,8 @@ async def _run(rig: Rig, state: State, failure: Failure, cell: Cell, tokens: int
 async def _watch(run: Run, failure: Failure, cell: Cell, began: float) -> None:
     """From the failure until all is quiet, with what died started again."""
     rig = run.rig
-    living = [one for one in (run.source, run.target) if one.process.running]
+    dead = {"source": run.source, "target": run.target}.get(failure.kills)
+    living = [one for one in (run.source, run.target) if one is not dead]
     if failure.waits:
         for instance in living:
             await rig.faults(instance, step_delay_s=rig.step_delay_s)
@@ -135,10 +136,9 @@ async def _watch(run: Run, failure: Failure, cell: Cell, began: float) -> None:
     cell.outcomes = dict(Counter(_outcome(row) for row in rows))
     cell.problems += [text for text in [failure.must(job, rows)] if text]
     await _compare_blocks(run, living, cell)
-    for instance in (run.source, run.target):
-        if instance not in living:
-            await rig.restart(instance)
-            cell.free[instance.letter] = run.free[instance.letter], None
+    if dead is not None:
+        await (run.restarting or rig.restart(dead))
+        cell.free[dead.letter] = run.free[dead.letter], None
 
 
 def _outcome(row: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from controlplane.serving import Instance
 from tests.engine.conftest import RunningStack
 from vllm_plugin.link import Link
 from vllm_plugin.messages import decode_data, decode_peer
-from vllm_plugin.wire import FrameSocket, LegOpened, OpenLeg, ProtocolError, decode_frame
+from vllm_plugin.wire import FrameSocket, LegOpened, OpenLeg, Producing, ProtocolError, Switched, decode_frame
 
 __all__ = ["ByHand", "Impostor", "Relay", "data_port"]
 
@@ -81,6 +81,8 @@ class Impostor:
         if isinstance(message, OpenLeg):
             link.send(LegOpened(message.call, True))
             self.asked.put(message)
+        elif isinstance(message, Producing):
+            self._links[0].send(Switched(message.stream_id, message.ticket, message.tokens))
 
     def close(self) -> None:
         for link in self._links:

@@ -186,6 +186,28 @@ def test_a_ticket_is_worth_nothing_a_second_time_nor_after_its_session(stack: Ru
     stack.until(lambda: (stack.free_blocks(source), stack.free_blocks(target)) == free)
 
 
+def test_a_ticket_is_worth_nothing_after_its_commit(stack: RunningStack, impostor: Impostor) -> None:
+    source, target = stack.remember_roles()
+    free = stack.free_blocks(source), stack.free_blocks(target)
+    impostor.start("mine")
+    stack.until(lambda: len(impostor.tokens) > 5)
+    by_hand = ByHand(stack, "ticket-committed", source, target)
+    with by_hand.session(), ThreadPoolExecutor(2) as pool, stack.faults(target, **SLOW):
+        attaching = pool.submit(by_hand.call, "attach")
+        ticket = impostor.asked.get(timeout=30).ticket
+        first = pool.submit(_redeem, target, impostor.body("mine", ticket))
+        assert [row["ticket"] for row in attaching.result(30).json()["attached"]] == [ticket]
+        assert by_hand.call("round", round=0).json()["failed"] == []
+        (moved,) = by_hand.call("handover").json()["results"]
+        assert moved["outcome"] == "moved", moved
+        _assert_error_without_tokens(_redeem(target, impostor.body("mine", ticket)))
+        assert not first.done()
+        # The one that was first has the whole answer, from the beginning; the proxy cuts what its client has.
+        tokens = _tokens_of(first.result(30))
+    assert len(tokens) == 160 and tokens[: len(impostor.tokens)] == impostor.tokens
+    stack.until(lambda: (stack.free_blocks(source), stack.free_blocks(target)) == free)
+
+
 def test_a_ticket_that_nobody_redeems_in_time_leaves_the_request_on_the_source(
     stack: RunningStack, impostor: Impostor
 ) -> None:
