@@ -249,8 +249,15 @@ class Rig:
 
     async def restart(self, instance: Instance) -> None:
         """Starts a killed instance again, in the role that the other one leaves."""
-        roles = await self.roles()
         other = next(one for one in self.stack.instances.values() if one is not instance)
+
+        async def settled() -> bool:
+            # After a heartbeat that came late it is neither for a moment.
+            roles = await self.roles()
+            return other in (roles.get("active"), roles.get("standby"))
+
+        await self.until(settled, f"a role of instance {other.letter}")
+        roles = await self.roles()
         command = instance.process.command
         command[command.index("--vllm-hi-type") + 1] = "B" if roles.get("active") is other else "A"
         await instance.process.start()
