@@ -236,6 +236,8 @@ class Execution:
         attached, refused = answer.get("attached") or [], answer.get("refused") or []
         journal.note_attached(self.job.id, attached)
         journal.note_refused(self.job.id, refused, RequestOutcome.REFUSED)
+        finished = [{"request_id": one} for one in answer.get("finished") or []]
+        journal.note_refused(self.job.id, finished, RequestOutcome.FINISHED)
         for row in refused:
             self.refused.setdefault(str(row["request_id"]), Refused()).again(str(row.get("code") or ""))
         if refused:

@@ -41,7 +41,7 @@ def attach(session: SourceSession, request_ids: list[str] | None) -> dict[str, A
         for move in moves:
             session.moves[move.request_id] = move
         _open_legs(session, moves)
-    attached = []
+    attached, finished = [], []
     for move in moves:
         if move.state == "copying":
             attached.append(
@@ -54,9 +54,11 @@ def attach(session: SourceSession, request_ids: list[str] | None) -> dict[str, A
                     "kv_blocks": move.kv_blocks,
                 }
             )
+        elif move.state == "finished":
+            finished.append(move.request_id)
         else:
             refused.append({"request_id": move.request_id, "code": move.code, "message": move.message})
-    return {"attached": attached, "refused": refused}
+    return {"attached": attached, "refused": refused, "finished": finished}
 
 
 def _choose(
@@ -151,7 +153,8 @@ def _open_legs(session: SourceSession, moves: list[Move]) -> None:
             session.roll_back(move, answer.code or "leg_refused", answer.message or "The proxy refused a second leg.")
     for move, _ in calls:
         if not move.parked.wait(max(0.0, deadline - time.monotonic())):
-            session.roll_back(move, "attach_timeout", "The request did not arrive on the target in time.")
+            message = "The request did not arrive on the target in time."
+            session.roll_back(move, "attach_timeout", message, session.end_of(move))
         else:
             # Loses against a rollback that came first, as it should.
             move.advance("copying")

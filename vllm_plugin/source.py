@@ -125,7 +125,7 @@ class SourceSession:
             move.parked.set()
         else:
             # After the tail was sent only the proxy decides; it sees its leg end as well.
-            self.roll_back(move, message.code, message.message, self._end_of(move), ALONE)
+            self.roll_back(move, message.code, message.message, self.end_of(move), ALONE)
 
     def _on_target_lost(self) -> None:
         if self._closed:
@@ -153,7 +153,7 @@ class SourceSession:
             self.moved(move)
         else:
             text = f"The proxy gave up the second leg: {message.reason}."
-            self.roll_back(move, "leg_discarded", text, self._end_of(move))
+            self.roll_back(move, "leg_discarded", text, self.end_of(move))
 
     def _by_ticket(self, ticket: str) -> Move | None:
         return next((move for move in [*self.moves.values(), *self.ended] if move.ticket == ticket), None)
@@ -185,7 +185,7 @@ class SourceSession:
             link.send(CloseLeg(move.stream_id, move.ticket, message))
         self.target.release([move.ticket], message)
 
-    def _end_of(self, move: Move) -> MoveState:
+    def end_of(self, move: Move) -> MoveState:
         """What a move that goes no further ends as: the second leg is also closed because the request has ended."""
         snapshot = self.engine.scheduler.snapshot
         running = self.engine.on_engine(
@@ -202,7 +202,8 @@ class SourceSession:
         for move in list(self.moves.values()):
             if move.overdue(now):
                 code = {"attaching": "attach_timeout", "frozen": "freeze_timeout"}.get(move.state, "last_resort")
-                self.roll_back(move, code, f"The handover did not end within its deadline (state {move.state}).")
+                message = f"The handover did not end within its deadline (state {move.state})."
+                self.roll_back(move, code, message, self.end_of(move) if move.state == "attaching" else "stayed")
         if now > self.expires_at:
             self.expires_at = math.inf
             # Takes a while, in which the deadlines of the moves must be kept.

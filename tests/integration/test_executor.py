@@ -214,6 +214,20 @@ def test_stop_rules_and_tn_reach_the_rounds(pair: Pair) -> None:
     assert job.events.filter(data__reason="stalled").exists()
 
 
+def test_a_request_that_ends_while_it_is_being_attached(pair: Pair) -> None:
+    pair.a.add_request("r1")
+    pair.a.add_request("r2")
+    attach = pair.a.do_attach
+
+    def one_ends(body: Body) -> Body:
+        del pair.a.requests["r1"]
+        return attach(body | {"request_ids": ["r2"]}) | {"finished": ["r1"]}
+
+    pair.a.do_attach = one_ends  # type: ignore[method-assign]
+    job = carry_out(pair.job())
+    assert (job.state, outcomes(job)) == ("done", {"r1": "finished", "r2": "moved"})
+
+
 def test_a_request_that_stays_at_its_handover_is_tried_again(pair: Pair) -> None:
     pair.a.add_request("r1")
     tries: list[int] = []
