@@ -50,7 +50,7 @@ class SecondLeg:
     @property
     def frozen(self) -> bool:
         """Whether B may own the stream already."""
-        return self.state == "frozen"
+        return self.state in ("frozen", "orphaned")
 
     def ends_by(self, event: str) -> bool:
         """Whether `event` ends the handover in the present state."""
@@ -70,15 +70,19 @@ class SecondLeg:
         self._context.spawn(report())
 
     def freeze(self, event: str) -> None:
-        """B may own the stream from now on, and must produce within the patience.
+        """B may own the stream from now on, and must produce within the patience; once leg one is lost there is more of
+        it, for nobody else will.
 
         Args:
             event: `freezing`, or `leg_one_lost`: A may have died with its notice still on the way.
         """
-        self.state = PROXY.steps[self.state, event].state
-        self._deadline.cancel()
-        patience = self._context.settings.patience_s
-        self._deadline = asyncio.get_running_loop().call_later(patience, self._too_late, self)
+        step = PROXY.steps[self.state, event]
+        self.state = step.state
+        if "start_patience" in step.actions:
+            settings = self._context.settings
+            patience = settings.orphan_patience_s if self.state == "orphaned" else settings.patience_s
+            self._deadline.cancel()
+            self._deadline = asyncio.get_running_loop().call_later(patience, self._too_late, self)
 
     # -- the three ways it ends ----------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_plugin.states import PATIENCE_S
+from vllm_plugin.states import ORPHAN_S, PATIENCE_S
 
 __all__ = ["ProxySettings"]
 
@@ -20,6 +20,7 @@ class ProxySettings:
         key_prefix: prefix of all Redis keys and channels.
         poll_s: how often the routing table is read even without a notice, in seconds.
         patience_s: how long a frozen stream may stay silent before its second leg is given up, in seconds.
+        orphan_patience_s: the same when the first leg is lost, so that giving up is the end of the answer.
         connect_timeout_s: for a TCP connection to an instance, in seconds.
         retry_after_s: what a client is told when no instance can take its request, in seconds.
         max_body_bytes: largest request body that is accepted.
@@ -32,6 +33,7 @@ class ProxySettings:
     key_prefix: str = "vllm_hi:"
     poll_s: float = 1.0
     patience_s: float = PATIENCE_S
+    orphan_patience_s: float = ORPHAN_S
     connect_timeout_s: float = 2.0
     retry_after_s: int = 2
     max_body_bytes: int = 64 * 1024 * 1024

@@ -2,9 +2,9 @@
 
 The states of a handover, and what moves between them, are the table `vllm_plugin.states.PROXY`:
 
-    one leg ──OpenLeg──> two legs ──Freezing, leg one lost──> frozen ──Producing──> one leg (the other one)
-                            │                                   │
-                            └── CloseLeg, Resolve, leg two lost, too late, leg one finished ──> one leg (the same)
+    one leg ──OpenLeg──> two legs ──Freezing──> frozen ──leg one lost──> orphaned ──Producing──> the other leg
+                            │                     │ └───────Producing──────────────────────────────┘
+                            └── CloseLeg, Resolve, leg two lost, too late, leg one finished ──> the same leg
 
 Control messages are handled at once and without awaiting, so each sees and leaves a consistent state; forwarding is
 done by one task, which looks at the state again after every write. Only `_leg` ever feeds the client.
@@ -276,8 +276,8 @@ class LiveStream:
         return self._second is not None and self._second.frozen
 
     def _left_to_b(self) -> bool:
-        """Leg one is lost: whether the stream is left to B, for the patience at least."""
-        if self._second is not None and not self._second.frozen:
+        """Leg one is lost: whether the stream is left to B, for a while at least."""
+        if self._second is not None:
             self._second.freeze("leg_one_lost")
         return self._second is not None
 

@@ -79,7 +79,9 @@ def test_a_and_the_proxy_go_by_this_table():
         state: set(after) for state, after in SOURCE.successors().items()
     }
     assert DEADLINES_S.items() <= SOURCE.own_deadlines().items()
-    assert ProxySettings("redis://", "token", "worker").patience_s == PROXY.deadlines["frozen"].seconds
+    settings = ProxySettings("redis://", "token", "worker")
+    assert settings.patience_s == PROXY.deadlines["frozen"].seconds
+    assert settings.orphan_patience_s == PROXY.deadlines["orphaned"].seconds
 
 
 def test_whoever_waits_waits_longer_than_whom_it_waits_for():
@@ -89,6 +91,8 @@ def test_whoever_waits_waits_longer_than_whom_it_waits_for():
     assert SOURCE.deadlines["frozen"].seconds < commit < patience
     assert commit + patience < SOURCE.deadlines["sent"].seconds == SOURCE.deadlines["committed"].seconds
     assert SOURCE.deadlines["committed"].seconds < TARGET.deadlines["parked"].seconds
+    # Without leg one, giving up is the end of the answer: B gets all the time that it may need.
+    assert commit + patience < PROXY.deadlines["orphaned"].seconds
 
 
 def test_once_the_tail_is_sent_only_the_proxy_or_a_refusal_takes_it_back():
@@ -108,7 +112,7 @@ def test_whatever_is_rolled_back_is_undone_on_all_three_sides():
         if step.state in ("stayed", "finished") and state not in SOURCE.terminal():
             assert step.actions == ("unfreeze", "close_leg", "release"), (state, event)
     for (state, event), step in PROXY.steps.items():
-        if step.state == "discarded" and state in ("two_legs", "frozen"):
+        if step.state == "discarded" and state in ("two_legs", "frozen", "orphaned"):
             assert "close_leg_two" in step.actions, (state, event)
     for (state, event), step in TARGET.steps.items():
         if step.state == "ended" and state in ("parked", "prepared", "dropped"):

@@ -33,6 +33,7 @@ def settings(**changes: object) -> ProxySettings:
         "join_token": TOKEN,
         "worker_id": WORKER,
         "patience_s": 30.0,
+        "orphan_patience_s": 30.0,
         "poll_s": 0.05,
         **changes,
     }
@@ -86,8 +87,10 @@ class Rig:
         stream = self.app.live.get(on_a.stream_id)
         await until(lambda: stream is None or stream._second is None or stream._may_move)
 
-    def lose_patience(self) -> None:
+    def lose_patience(self, *, orphaned: bool = True) -> None:
         object.__setattr__(self.app.settings, "patience_s", 0.2)
+        if orphaned:
+            object.__setattr__(self.app.settings, "orphan_patience_s", 0.2)
 
     def produce(self, on_a: Generation, tokens: int, ticket: str = TICKET) -> None:
         self.b.send(Producing(on_a.stream_id, ticket, tokens))

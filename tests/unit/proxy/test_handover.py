@@ -434,6 +434,22 @@ async def test_a_dies_frozen_and_b_never_produces(rig: Rig) -> None:
     await gone(on_b)
 
 
+async def test_when_a_is_dead_b_has_longer_than_the_patience(rig: Rig) -> None:
+    """Giving up would be the end of the answer, and B may own it."""
+    rig.lose_patience(orphaned=False)
+    exchange = rig.client.chat()
+    await rig.deliver(exchange, 6)
+    on_a, on_b = await rig.attach()
+    await rig.freeze(on_a)
+    on_a.die()
+    await asyncio.sleep(0.5)
+    on_b.commit(8)
+    on_b.release()
+    rig.produce(on_a, 8)
+    got = read_stream(await exchange.end())
+    assert (got.text, got.errors, got.done) == (TEXT, [], 1)
+
+
 async def test_a_whole_answer_survives_the_death_of_a(rig: Rig) -> None:
     exchange = rig.client.chat(stream=False)
     on_a, on_b = await rig.attach()

@@ -130,7 +130,8 @@ class Proxy:
         match message.kind:
             case "OpenLeg":
                 one = self.handover(message.ticket)
-                other = any(h.state in ("two_legs", "frozen") for h in self.handovers.values() if h is not one)
+                others = [handover for handover in self.handovers.values() if handover is not one]
+                other = any(handover.state in ("two_legs", "frozen", "orphaned") for handover in others)
                 refused = other or not self.world.network.up["bp"] or not self.present or bool(self.outcome)
                 self.fire(message.ticket, "open_refused" if refused else "open_leg", call)
             case "Freezing":
