@@ -348,7 +348,10 @@ PROXY = _side(
         ("client_left", "two_legs frozen orphaned", "discarded", ("close_leg_one", "close_leg_two", "tell_discarded")),
         ("client_left", "one_leg switched discarded", "=", ("close_fed_leg",)),
         ("leg_two_lost", "switched", "=", ("fail_client",)),
-        ("control_lost", "one_leg two_legs frozen orphaned", "=", "it is dialled again; messages wait, and deadlines go on"),
+        (
+            *("control_lost", "one_leg two_legs frozen orphaned", "="),
+            "it is dialled again; messages wait, and deadlines go on",
+        ),
         ("timeout", "two_legs frozen orphaned", "discarded", _DISCARD),
         ("timeout", "one_leg", "=", _NO_LEG),
         ("*", "switched discarded", "=", _OVER),
