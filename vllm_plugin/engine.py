@@ -106,8 +106,9 @@ class MigrationEngine:
     def _start(self) -> None:
         settings = self.settings
         cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        transfer = (settings.transfer_backend or "", settings.transfer_bytes_per_s)
         infos = self.core.collective_rpc(
-            "vllm_hi_start", args=(settings.token, settings.bind, settings.data_port, cpus)
+            "vllm_hi_start", args=(settings.token, settings.bind, settings.data_port, cpus, *transfer)
         )
         self.workers = Workers(infos, settings.bind, settings.token)
         self.factors = facts.factors(self.core, infos)

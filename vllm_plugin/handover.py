@@ -119,7 +119,7 @@ def _push_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, 
             source += [block for blocks, _ in tails for block in blocks]
             target += [block for _, blocks in tails for block in blocks]
     running = [member.request_id for move in moves if not move.ended for _, member in move.live]
-    return session.target.push(source, target, running)
+    return session.target.push(source, target, running, urgent=True)
 
 
 def _tail(session: SourceSession, move: Move, member: Member, snapshot: Snapshot) -> tuple[list[int], list[int]]:

@@ -25,12 +25,18 @@ __all__ = [
     "Grown",
     "GrownItem",
     "LogprobRows",
+    "Measure",
+    "Memory",
     "OpenSession",
     "Parked",
     "PeerMessage",
     "Prepare",
+    "Probe",
+    "Probed",
     "Push",
     "Pushed",
+    "Reach",
+    "Reached",
     "Refusal",
     "Refusals",
     "Release",
@@ -262,7 +268,7 @@ class RevokeSession(msgspec.Struct, tag="revoke_session"):
 
 class Push(msgspec.Struct, tag="push"):
     """Engine core A -> its worker: send `source_blocks` into `target_blocks` of the worker at `host:port`, and read the
-    generator states of `generators` (request ids)."""
+    generator states of `generators` (request ids). `urgent`: requests are frozen and wait for it."""
 
     call: int
     session: str
@@ -271,22 +277,91 @@ class Push(msgspec.Struct, tag="push"):
     source_blocks: list[int]
     target_blocks: list[int]
     generators: list[str]
+    urgent: bool = False
 
 
 class Pushed(msgspec.Struct, tag="pushed"):
+    """`transport`: what carried the blocks, "" where there were none."""
+
     call: int
     ok: bool
     sent_bytes: int = 0
     generators: dict[str, bytes] = {}
     message: str = ""
+    transport: str = ""
+
+
+class Probe(msgspec.Struct, tag="probe"):
+    """Engine core A -> its worker: how fast is the way to the worker at `host:port`?"""
+
+    call: int
+    host: str
+    port: int
+
+
+class Probed(msgspec.Struct, tag="probed"):
+    """`transport` would be used; `reason`: why no faster one; `block_s`: seconds that a single block takes."""
+
+    call: int
+    ok: bool
+    transport: str = ""
+    reason: str = ""
+    bytes_per_s: float = 0.0
+    block_s: float = 0.0
+    message: str = ""
+
+
+class Reach(msgspec.Struct, tag="reach"):
+    """Worker A -> worker B, first on a connection: how can blocks travel?
+
+    `host`: equal on both sides where one can read the other's memory by process id, "" where the cache is not in host
+    memory. `backend`: what A's operator asks for, "" for the fastest. `bytes_per_s`: A's limit.
+    """
+
+    session: str
+    host: str
+    pid: int
+    backend: str
+    bytes_per_s: float
+
+
+class Memory(msgspec.Struct, tag="memory"):
+    """Worker A -> worker B, for transport `memory`: addresses of block 0 of each layer and bytes of one block of each.
+    At `check_address` lies `check`: B reads it to see whether it can."""
+
+    check_address: int
+    check: bytes
+    addresses: list[int]
+    sizes: list[int]
+
+
+class Reached(msgspec.Struct, tag="reached"):
+    """B -> A: the transport of this connection; `message`: why no faster one. With `memory` and `pid`, A lets that
+    process read and sends `Memory`."""
+
+    transport: str
+    same_host: bool
+    message: str = ""
+    pid: int = 0
+
+
+class Measure(msgspec.Struct, tag="measure"):
+    """Worker A -> worker B: take these blocks of A to nowhere. Over TCP their bytes follow. Answered by `Written`."""
+
+    blocks: list[int]
 
 
 class Write(msgspec.Struct, tag="write"):
-    """Worker A -> worker B, followed by `size` raw bytes: for each layer in name order, each block in list order."""
+    """Worker A -> worker B, followed by `size` raw bytes: for each layer in name order, each block in list order.
+
+    By transport `memory` nothing follows: B reads `source_blocks` out of A's memory. `urgent`: as fast as it can.
+    """
 
     session: str
     blocks: list[int]
     size: int
+    source_blocks: list[int] = []
+    urgent: bool = False
 
 
 class Written(msgspec.Struct, tag="written"):
@@ -295,7 +370,21 @@ class Written(msgspec.Struct, tag="written"):
     message: str = ""
 
 
-DataMessage = AllowSession | RevokeSession | Push | Pushed | Write | Written | Answer
+DataMessage = (
+    AllowSession
+    | RevokeSession
+    | Push
+    | Pushed
+    | Probe
+    | Probed
+    | Reach
+    | Memory
+    | Reached
+    | Measure
+    | Write
+    | Written
+    | Answer
+)
 
 _peer_decoder: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
 _data_decoder: msgspec.msgpack.Decoder[DataMessage] = msgspec.msgpack.Decoder(DataMessage)

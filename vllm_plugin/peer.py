@@ -125,8 +125,11 @@ class TargetConnection:
                 tickets, self._release_later = self._release_later, []
             self.release(tickets, "rolled back during a copy")
 
-    def push(self, source: list[int], target: list[int], generators: list[str]) -> dict[str, bytes]:
-        """Copies blocks and returns generator states by request id. Only inside `writing`.
+    def push(
+        self, source: list[int], target: list[int], generators: list[str], urgent: bool = False
+    ) -> dict[str, bytes]:
+        """Copies blocks and returns generator states by request id. Only inside `writing`. `urgent`: requests are
+        frozen and wait for it.
 
         Raises:
             ConnectionError: the connection is of no further use then, for B's worker may still be writing.
@@ -135,7 +138,8 @@ class TargetConnection:
             return {}
         try:
             workers = self._engine.workers
-            _, states = workers.push(self.session, self._data_host, self._data_ports, source, target, generators)
+            host, ports = self._data_host, self._data_ports
+            _, states = workers.push(self.session, host, ports, source, target, generators, urgent)
             return states
         except (OSError, ProtocolError) as error:
             self.broken = True

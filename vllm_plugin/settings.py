@@ -16,6 +16,8 @@ from typing import Literal, cast
 __all__ = ["PluginSettings", "migration_requested"]
 
 InstanceType = Literal["A", "B"]
+#: `tcp_shm`: on one host the target reads the source's memory, between hosts TCP. `tcp`: TCP everywhere.
+TRANSFER_BACKENDS = ("tcp_shm", "tcp")
 
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
@@ -36,6 +38,7 @@ class PluginSettings:
         data_port, control_port: TCP ports to listen on; 0 = any free port.
         bind: address that the data and control listeners bind to and that is advertised to the others.
         transfer_backend: None = chosen automatically.
+        transfer_bytes_per_s: limit for copying KV while requests are decoded, per worker.
         request_filter: `module.Class` of a request filter, or None.
         max_incr_rounds, incr_stall_rounds: stop rules of the rounds, counts.
         enable_faults: test switch, opens `POST /vllm_hi/faults`.
@@ -49,6 +52,7 @@ class PluginSettings:
     control_port: int = 0
     bind: str = "127.0.0.1"
     transfer_backend: str | None = None
+    transfer_bytes_per_s: float = 1.5e9
     request_filter: str | None = None
     max_incr_rounds: int = 8
     incr_stall_rounds: int = 2
@@ -74,10 +78,9 @@ class PluginSettings:
             raise ValueError("VLLM_HI_TOKEN is not set: give this instance the join token of the panel")
         host, port = _host_and_port(environ.get("VLLM_HI_HOST", ""))
         backend = environ.get("VLLM_HI_TRANSFER_BACKEND") or None
-        if backend not in (None, "tcp_shm"):
-            raise ValueError(
-                f"VLLM_HI_TRANSFER_BACKEND is {backend!r}: this version has only tcp_shm; set that or unset it"
-            )
+        if backend not in (None, *TRANSFER_BACKENDS):
+            known = " or ".join(TRANSFER_BACKENDS)
+            raise ValueError(f"VLLM_HI_TRANSFER_BACKEND is {backend!r}: set it to {known}, or unset it")
         request_filter = environ.get("VLLM_HI_REQUEST_FILTER") or None
         if request_filter and not _CLASS_PATH.fullmatch(request_filter):
             raise ValueError(f"VLLM_HI_REQUEST_FILTER is {request_filter!r}: write it as module.Class")
@@ -90,6 +93,7 @@ class PluginSettings:
             control_port=_integer(environ, "VLLM_HI_CONTROL_PORT", 0, 0, 65535),
             bind=_bind_address(environ.get("VLLM_HI_BIND", ""), host, port),
             transfer_backend=backend,
+            transfer_bytes_per_s=1e6 * _integer(environ, "VLLM_HI_TRANSFER_MB_PER_S", 1500, 1, 1_000_000),
             request_filter=request_filter,
             max_incr_rounds=_integer(environ, "VLLM_HI_MAX_INCR_ROUNDS", 8, 1, 1000),
             incr_stall_rounds=_integer(environ, "VLLM_HI_INCR_STALL_ROUNDS", 2, 1, 1000),

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from vllm_plugin.compat import CachedRequestState, sampler_fingerprint
-from vllm_plugin.data import DataServer, KVCache
+from vllm_plugin.data import DataServer
+from vllm_plugin.kv_cache import KVCache
 
 __all__ = ["MigrationWorker"]
 
@@ -25,9 +26,11 @@ class MigrationWorker:
     model_runner: Any
     rank: int
 
-    def vllm_hi_start(self, token: str, host: str, first_port: int, cpus: list[int]) -> dict[str, Any]:
-        """Starts the data server (port `first_port` + rank, or a free one for 0) and describes this worker's KV
-        cache."""
+    def vllm_hi_start(
+        self, token: str, host: str, first_port: int, cpus: list[int], backend: str, bytes_per_s: float
+    ) -> dict[str, Any]:
+        """Starts the data server (port `first_port` + rank, or a free one for 0; the rest as `DataServer` wants it) and
+        describes this worker's KV cache."""
         cache = KVCache(_kv_layers(self.model_runner))
         server = DataServer(
             cache,
@@ -37,6 +40,8 @@ class MigrationWorker:
             port=first_port + self.rank if first_port else 0,
             name=f"worker-{self.rank}",
             cpus=cpus,
+            backend=backend,
+            bytes_per_s=bytes_per_s,
         )
         # Kept alive by its threads; the reference lets a debugger find it.
         self.vllm_hi_data_server = server

@@ -6,20 +6,21 @@ import threading
 from itertools import count
 from typing import Any
 
-from vllm_plugin.messages import AllowSession, Answer, Push, Pushed, RevokeSession, decode_data
+from vllm_plugin.messages import AllowSession, Probe, Probed, Push, Pushed, RevokeSession, decode_data
 from vllm_plugin.wire import FrameSocket
 
 __all__ = ["Workers"]
 
 
 class Workers:
-    """`infos`: what `MigrationWorker.vllm_hi_start` returned, by rank.
+    """`infos`: what `MigrationWorker.vllm_hi_start` returned, by rank. `transport`: what carried blocks last.
 
     Pushes and session control use separate connections, so that a push that hangs can be revoked.
     """
 
     def __init__(self, infos: list[dict[str, Any]], host: str, token: str) -> None:
         self.infos = infos
+        self.transport = ""
         self._host = host
         self._token = token
         self._numbers = count(1)
@@ -53,8 +54,11 @@ class Workers:
         source_blocks: list[int],
         target_blocks: list[int],
         generators: list[str],
+        urgent: bool = False,
     ) -> tuple[int, dict[str, bytes]]:
         """Sends blocks rank to rank and reads generator states; returns (bytes sent, state by request id).
+
+        `urgent`: requests are frozen and wait for it.
 
         Raises:
             ConnectionError: a worker could not deliver; nothing is known about the blocks on the other side.
@@ -62,14 +66,30 @@ class Workers:
         sent = 0
         states: dict[str, bytes] = {}
         for connection, port in zip(self._pushes, ports, strict=True):
-            message = Push(next(self._numbers), session, host, port, source_blocks, target_blocks, generators)
+            message = Push(next(self._numbers), session, host, port, source_blocks, target_blocks, generators, urgent)
             answer = connection.ask(message)
             if not isinstance(answer, Pushed) or not answer.ok:
                 reason = answer.message if isinstance(answer, Pushed) else "unexpected answer of the worker"
                 raise ConnectionError(f"KV blocks could not be delivered: {reason}")
             sent += answer.sent_bytes
+            self.transport = answer.transport or self.transport
             states.update(answer.generators)
         return sent, states
+
+    def probe(self, host: str, ports: list[int]) -> Probed:
+        """Measures the way to the target's workers; the slowest pair of ranks stands for all.
+
+        Raises:
+            ConnectionError: a worker of the target cannot be reached.
+        """
+        found: list[Probed] = []
+        for connection, port in zip(self._pushes, ports, strict=True):
+            answer = connection.ask(Probe(next(self._numbers), host, port))
+            if not isinstance(answer, Probed) or not answer.ok:
+                reason = answer.message if isinstance(answer, Probed) else "unexpected answer of the worker"
+                raise ConnectionError(f"the way to the target could not be measured: {reason}")
+            found.append(answer)
+        return min(found, key=lambda one: one.bytes_per_s)
 
     def dial(self, port: int) -> FrameSocket:
         return FrameSocket.dial(self._host, port, self._token, "engine", "engine-core")
@@ -84,7 +104,7 @@ class _Connection:
         self._lock = threading.Lock()
         self._frames: FrameSocket | None = None
 
-    def ask(self, message: AllowSession | RevokeSession | Push) -> Answer | Pushed | Any:
+    def ask(self, message: AllowSession | RevokeSession | Push | Probe) -> Any:
         with self._lock:
             if self._frames is None:
                 self._frames = self._workers.dial(self._port)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import time
@@ -12,8 +13,24 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_plugin.data import DataServer, KVCache
-from vllm_plugin.messages import AllowSession, Answer, Push, Pushed, RevokeSession, Write, Written, decode_data
+from vllm_plugin import memory
+from vllm_plugin.data import DataServer
+from vllm_plugin.kv_cache import KVCache
+from vllm_plugin.messages import (
+    AllowSession,
+    Answer,
+    Memory,
+    Probe,
+    Probed,
+    Push,
+    Pushed,
+    Reach,
+    Reached,
+    RevokeSession,
+    Write,
+    Written,
+    decode_data,
+)
 from vllm_plugin.wire import FrameSocket, ProtocolError, encode_frame
 
 LAYERS, BLOCKS = ("layers.0", "layers.1"), 12
@@ -22,7 +39,7 @@ LAYERS, BLOCKS = ("layers.0", "layers.1"), 12
 class Side:
     """One worker: its KV tensors, its server, and its engine core's connection to it."""
 
-    def __init__(self, fill: float) -> None:
+    def __init__(self, fill: float, backend: str = "tcp") -> None:
         shape = (BLOCKS, 2, 4, 8)
         self.layers = {name: torch.full(shape, fill, dtype=torch.bfloat16) for name in LAYERS}
         self.server = DataServer(
@@ -33,6 +50,7 @@ class Side:
             port=0,
             name="worker",
             cpus=[],
+            backend=backend,
         )
         self.engine = FrameSocket.dial("127.0.0.1", self.server.port, "secret", "engine", "engine")
         self._calls = count(1)
@@ -55,9 +73,9 @@ class Side:
         return answer
 
 
-@pytest.fixture
-def sides() -> Iterator[tuple[Side, Side]]:
-    a, b = Side(1.0), Side(-1.0)
+@pytest.fixture(params=["tcp", "tcp_shm"])
+def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
+    a, b = Side(1.0, request.param), Side(-1.0, request.param)
     for index in range(BLOCKS):
         for offset, name in enumerate(LAYERS):
             a.layers[name][index] = index + offset / 2
@@ -77,6 +95,71 @@ def test_blocks_arrive_where_they_belong_and_nowhere_else(sides: tuple[Side, Sid
             assert (b.layers[name][target] == source + offset / 2).all()
         untouched = [index for index in range(BLOCKS) if index not in (5, 9, 1)]
         assert (b.layers[name][untouched] == -1.0).all()
+
+
+def test_it_says_what_carried_the_blocks_and_how_fast_the_way_is(sides: tuple[Side, Side]):
+    a, b = sides
+    b.allow("s")
+    expected = "memory" if b.server._backend == "tcp_shm" else "tcp"
+    assert a.push(b, [2], [5]).transport == expected
+    probed = a.ask(lambda call: Probe(call, "127.0.0.1", b.server.port))
+    assert isinstance(probed, Probed) and probed.ok, probed
+    assert probed.transport == expected and probed.bytes_per_s > 0 and probed.block_s > 0
+    assert bool(probed.reason) == (expected == "tcp")
+
+
+@pytest.mark.parametrize("asks", [0, 1])
+def test_either_side_can_ask_for_tcp(asks: int):
+    backends = ["", ""]
+    backends[asks] = "tcp"
+    a, b = (Side(1.0, backend) for backend in backends)
+    b.allow("s")
+    pushed = a.push(b, [2], [5])
+    assert pushed.ok and pushed.transport == "tcp"
+    assert (b.layers[LAYERS[0]][5] == 1.0).all()
+
+
+def test_what_another_host_would_send_goes_over_several_connections(monkeypatch: pytest.MonkeyPatch):
+    identities = count(1)
+    monkeypatch.setattr("vllm_plugin.memory.host_identity", lambda: f"host {next(identities)}")
+    a, b = Side(1.0, ""), Side(-1.0, "")
+    b.allow("s")
+    for index in range(BLOCKS):
+        a.layers[LAYERS[0]][index] = index
+    pushed = a.push(b, list(range(1, 11)), list(range(11, 1, -1)))
+    assert pushed.ok and pushed.transport == "tcp", pushed
+    assert [int(b.layers[LAYERS[0]][12 - index].max()) for index in range(1, 11)] == list(range(1, 11))
+    assert len(a.server._senders["s"]._channels) == 4
+
+
+def test_memory_that_cannot_be_read_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch):
+    def forbidden(*_: Any) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    a, b = Side(1.0, ""), Side(-1.0, "")
+    b.allow("s")
+    monkeypatch.setattr("vllm_plugin.memory.read", forbidden)
+    assert a.push(b, [2], [5]).transport == "tcp"
+    assert "not permitted" in a.server._senders["s"].reason
+    assert (b.layers[LAYERS[0]][5] == 1.0).all()
+
+
+def test_a_source_that_lies_about_its_memory_spoils_nothing():
+    """Addresses that it does not have: the session ends with a reason."""
+    b = Side(-1.0, "tcp_shm")
+    b.allow("s")
+    cache = b.server._cache
+    held = torch.arange(32, dtype=torch.uint8)
+    liar = _worker(b)
+    liar.send(Reach("s", memory.host_identity(), os.getpid(), "", 1e12))
+    reached = decode_data(liar.receive_body())
+    assert isinstance(reached, Reached) and reached.transport == "memory"
+    liar.send(Memory(held.data_ptr(), held.numpy().tobytes(), [4096, 8192], cache.bytes_per_layer))
+    assert decode_data(liar.receive_body()) == Reached("memory", True)
+    liar.send(Write("s", [5], cache.block_bytes, [2]))
+    answer = decode_data(liar.receive_body())
+    assert isinstance(answer, Written) and (answer.ok, answer.code) == (False, "source_unreadable")
+    assert all((layer == -1.0).all() for layer in b.layers.values())
 
 
 def test_a_session_that_is_not_allowed_or_revoked_writes_nothing(sides: tuple[Side, Side]):
@@ -135,7 +218,7 @@ def test_a_peer_that_sends_half_a_block_and_falls_silent_is_cut_off_by_a_revocat
     silent = _worker(b)
     silent.send(Write("s", [4], size))
     silent.sock.sendall(b"x" * (size // 2))
-    while not b.server._writing.get("s"):
+    while not b.server._receiver._writing.get("s"):
         time.sleep(0.01)
     b.revoke("s")
     with pytest.raises((ConnectionError, ProtocolError)):
@@ -155,6 +238,8 @@ def test_roles_are_kept_apart(sides: tuple[Side, Side]):
     b.allow("s")
     worker = _worker(b)
     worker.send(RevokeSession(1, "s"))
+    answer = decode_data(worker.receive_body())
+    assert isinstance(answer, Written) and answer.code == "unexpected_message"
     with pytest.raises(ConnectionError):
         worker.receive_body()
     stranger = FrameSocket.dial("127.0.0.1", b.server.port, "secret", "proxy", "w1")

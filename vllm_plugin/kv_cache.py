@@ -1,0 +1,90 @@
+"""Byte views of one worker's KV cache: what transports read from and write into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vllm_plugin.wire import ProtocolError
+
+__all__ = ["KVCache", "flat_bytes"]
+
+
+class KVCache:
+    """This worker's KV cache, by layer name.
+
+    Each tensor has the logical shape [blocks, kv_heads, block_size, 2 * head_size] (vLLM RFC #42082) and one block
+    of it is contiguous. "Wire order" everywhere: for each layer in name order, each block in list order.
+
+    Attributes:
+        bytes_per_layer: bytes of one block in each layer, in wire order.
+        block_bytes: bytes of one block over all layers.
+        on_host: the tensors lie in host memory.
+    """
+
+    def __init__(self, layers: Mapping[str, torch.Tensor]) -> None:
+        self.names = sorted(layers)
+        self._tensors = [layers[name] for name in self.names]
+        self.on_host = all(tensor.device.type == "cpu" for tensor in self._tensors)
+        for name, tensor in zip(self.names, self._tensors, strict=True):
+            if not tensor[0].is_contiguous():
+                raise ValueError(f"KV blocks of layer {name} are not contiguous (strides {tensor.stride()})")
+        self.bytes_per_layer = [tensor[0].numel() * tensor.element_size() for tensor in self._tensors]
+        self.block_bytes: int = sum(self.bytes_per_layer)
+        self.num_blocks = min((tensor.shape[0] for tensor in self._tensors), default=0)
+        # Flat uint8 arrays over the tensors' own memory: slicing one gives a buffer that sockets read and write
+        # directly.
+        self._flat = [flat_bytes(tensor) for tensor in self._tensors] if self.on_host else []
+
+    def shape(self) -> list[int]:
+        return list(self._tensors[0].shape[1:]) if self._tensors else []
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where block 0 of each layer lies in this process's memory. Host memory only."""
+        return [tensor.data_ptr() for tensor in self._tensors]
+
+    def check(self, blocks: list[int]) -> None:
+        """Raises: ProtocolError `bad_block` when a block id lies outside the cache. Block 0 is vLLM's null block."""
+        if any(not 0 < block < self.num_blocks for block in blocks):
+            raise ProtocolError("bad_block", f"block ids must lie between 1 and {self.num_blocks - 1}")
+
+    def buffers(self, blocks: list[int]) -> list[memoryview]:
+        """Writable views in wire order; neighbouring blocks of a layer are one view. Host memory only."""
+        views = []
+        for flat, size in zip(self._flat, self.bytes_per_layer, strict=True):
+            for start, end in _runs(blocks):
+                views.append(memoryview(flat[start * size : end * size]))
+        return views
+
+    def gather(self, blocks: list[int]) -> list[memoryview]:
+        """Copies blocks of a device cache into host memory, in wire order."""
+        index = torch.tensor(blocks)
+        return [memoryview(flat_bytes(tensor[index.to(tensor.device)].contiguous().cpu())) for tensor in self._tensors]
+
+    def scatter(self, blocks: list[int], staged: list[torch.Tensor]) -> None:
+        """Copies blocks from host memory into a device cache; `staged` as `staging()` made it."""
+        for tensor, source in zip(self._tensors, staged, strict=True):
+            index = torch.tensor(blocks, device=tensor.device)
+            tensor.index_copy_(0, index, source.to(tensor.device))
+
+    def staging(self, count: int) -> list[torch.Tensor]:
+        return [torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype) for tensor in self._tensors]
+
+
+def flat_bytes(tensor: torch.Tensor) -> Any:
+    """The tensor's own memory as a one-dimensional array of bytes."""
+    return tensor.view(torch.uint8).reshape(-1).numpy()
+
+
+def _runs(blocks: list[int]) -> list[tuple[int, int]]:
+    """[4, 5, 9] -> [(4, 6), (9, 10)]: half-open runs of neighbours, in list order."""
+    runs: list[tuple[int, int]] = []
+    for block in blocks:
+        if runs and runs[-1][1] == block:
+            runs[-1] = (runs[-1][0], block + 1)
+        else:
+            runs.append((block, block + 1))
+    return runs

@@ -1,0 +1,232 @@
+"""B's side of the data plane: who may write into this worker's KV cache, and how the blocks get there."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from vllm_plugin import memory
+from vllm_plugin.kv_cache import KVCache, flat_bytes
+from vllm_plugin.messages import Measure, Memory, Reach, Reached, Write, Written, decode_data
+from vllm_plugin.pacing import CHUNK, Pace
+from vllm_plugin.wire import FrameSocket, ProtocolError
+
+__all__ = ["Receiver"]
+
+logger = logging.getLogger("vllm.vllm_hi.data")
+
+TRANSFER_TIMEOUT_S = 10.0
+#: Buffers per recvmsg call; Linux allows 1024 (IOV_MAX).
+VECTOR = 256
+#: A measurement may ask for no more than so many bytes at once.
+MEASURE_LIMIT = 1024 * 1024 * 1024
+
+
+@dataclass
+class _Way:
+    """What is agreed on one connection. `pid`, `addresses`: where A's blocks lie, for the transport `memory`.
+    `nowhere`: where measured blocks go, layer by layer."""
+
+    transport: str = "tcp"
+    pid: int = 0
+    addresses: list[int] = field(default_factory=list)
+    bytes_per_s: float = math.inf
+    nowhere: list[torch.Tensor] = field(default_factory=list)
+
+
+class Receiver:
+    """Takes blocks of sessions that this worker's own engine core has allowed, until it revokes them."""
+
+    def __init__(self, cache: KVCache, backend: str, bytes_per_s: float) -> None:
+        self._cache = cache
+        self._backend = backend
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._allowed: set[str] = set()
+        self._incoming: dict[str, list[FrameSocket]] = {}
+        self._writing: dict[str, int] = {}
+        self._idle = threading.Condition(self._lock)
+
+    def allow(self, session: str) -> None:
+        with self._lock:
+            self._allowed.add(session)
+
+    def revoke(self, session: str) -> None:
+        """Returns when no thread writes into this worker's KV cache for the session any more."""
+        with self._idle:
+            self._allowed.discard(session)
+            for frames in self._incoming.pop(session, []):
+                frames.close()
+            self._idle.wait_for(lambda: not self._writing.get(session))
+
+    def serve(self, frames: FrameSocket) -> None:
+        """Serves one connection of a worker until it ends. Raises: OSError, ProtocolError."""
+        way = _Way(bytes_per_s=self._bytes_per_s)
+        while True:
+            message = decode_data(frames.receive_body())
+            try:
+                if isinstance(message, Reach):
+                    frames.send(self._reach(message, way))
+                elif isinstance(message, Memory):
+                    frames.send(self._remember(message, way))
+                elif isinstance(message, Measure):
+                    self._measure(frames, message, way)
+                    frames.send(Written(True))
+                elif isinstance(message, Write):
+                    self._write(frames, message, way)
+                    frames.send(Written(True))
+                else:
+                    raise ProtocolError("unexpected_message", type(message).__name__)
+            except ProtocolError as error:
+                frames.send(Written(False, error.code, error.message))
+                raise
+
+    # -- the way -------------------------------------------------------------------------------------------------------
+
+    def _reach(self, reach: Reach, way: _Way) -> Reached:
+        way.bytes_per_s = min(way.bytes_per_s, reach.bytes_per_s)
+        host = memory.host_identity()
+        same_host = bool(host) and host == reach.host
+        if not self._cache.on_host or not reach.host:
+            return Reached("tcp", same_host, "the KV cache lies in device memory")
+        if "tcp" in (reach.backend, self._backend):
+            return Reached("tcp", same_host, "VLLM_HI_TRANSFER_BACKEND asks for it")
+        if not same_host:
+            return Reached("tcp", same_host, "the instances run on different hosts")
+        way.pid = reach.pid
+        return Reached("memory", same_host, pid=os.getpid())
+
+    def _remember(self, offer: Memory, way: _Way) -> Reached:
+        """Whether A's memory can really be read: in containers, and with some kernels, it cannot."""
+        if offer.sizes != self._cache.bytes_per_layer or len(offer.addresses) != len(offer.sizes):
+            raise ProtocolError("size_mismatch", "the source's layers have other block sizes")
+        found = np.zeros(len(offer.check), np.uint8)
+        try:
+            memory.read(
+                way.pid,
+                memory.vectors([offer.check_address], [len(offer.check)], [0]),
+                memory.vectors([int(found.ctypes.data)], [len(offer.check)], [0]),
+            )
+        except OSError as error:
+            return Reached("tcp", True, f"the source's memory cannot be read: {error.strerror or error}")
+        if found.tobytes() != offer.check:
+            return Reached("tcp", True, "the source's process id names another process here")
+        way.transport, way.addresses = "memory", offer.addresses
+        return Reached("memory", True)
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
+
+    def _write(self, frames: FrameSocket, write: Write, way: _Way) -> None:
+        self._begin_write(write, frames)
+        try:
+            if way.transport == "memory":
+                if len(write.source_blocks) != len(write.blocks):
+                    raise ProtocolError("size_mismatch", "as many source blocks as target blocks are needed")
+                self._read_blocks(write, way)
+            else:
+                self._receive_blocks(frames, write.blocks)
+        finally:
+            self._end_write(write.session)
+
+    def _begin_write(self, write: Write, frames: FrameSocket) -> None:
+        self._cache.check(write.blocks)
+        expected = len(write.blocks) * self._cache.block_bytes
+        if write.size != expected:
+            raise ProtocolError("size_mismatch", f"{write.size} bytes announced, {expected} expected for these blocks")
+        with self._lock:
+            if write.session not in self._allowed:
+                raise ProtocolError(
+                    "unknown_session", "this worker's engine has not allowed the session, or revoked it"
+                )
+            self._writing[write.session] = self._writing.get(write.session, 0) + 1
+            connections = self._incoming.setdefault(write.session, [])
+            if frames not in connections:
+                connections.append(frames)
+
+    def _end_write(self, session: str) -> None:
+        with self._idle:
+            self._writing[session] -= 1
+            if not self._writing[session]:
+                del self._writing[session]
+                self._idle.notify_all()
+
+    def _read_blocks(self, write: Write, way: _Way) -> None:
+        sizes = self._cache.bytes_per_layer
+        remote = memory.vectors(way.addresses, sizes, write.source_blocks)
+        local = memory.vectors(self._cache.addresses, sizes, write.blocks)
+        self._read_memory(way, remote, local, math.inf if write.urgent else way.bytes_per_s, write.session)
+
+    def _read_memory(self, way: _Way, remote: object, local: object, bytes_per_s: float, session: str) -> None:
+        """In pieces, between which it rests and sees whether the session has been revoked."""
+        pace = Pace(bytes_per_s)
+        done = 0
+        for part in _chunks(local):
+            if session and session not in self._allowed:
+                raise ProtocolError("unknown_session", "the session was revoked")
+            try:
+                done += memory.read(way.pid, remote[part], local[part])  # type: ignore[index]
+            except OSError as error:
+                raise ProtocolError("source_unreadable", error.strerror or str(error)) from error
+            pace.rest(done)
+
+    def _receive_blocks(self, frames: FrameSocket, blocks: list[int]) -> None:
+        frames.sock.settimeout(TRANSFER_TIMEOUT_S)
+        if self._cache.on_host:
+            receive_all(frames.sock, self._cache.buffers(blocks))
+        else:
+            staged = self._cache.staging(len(blocks))
+            for tensor in staged:
+                frames.receive_into(memoryview(flat_bytes(tensor)))
+            self._cache.scatter(blocks, staged)
+        frames.sock.settimeout(None)
+
+    def _measure(self, frames: FrameSocket, measure: Measure, way: _Way) -> None:
+        """Takes blocks to nowhere."""
+        self._cache.check(measure.blocks)
+        size = len(measure.blocks) * self._cache.block_bytes
+        if size > MEASURE_LIMIT:
+            raise ProtocolError("size_mismatch", f"a measurement may have {MEASURE_LIMIT} bytes, not {size}")
+        sizes = self._cache.bytes_per_layer
+        if not way.nowhere or way.nowhere[0].numel() != len(measure.blocks) * sizes[0]:
+            # One layer's blocks lie together here, as in a cache.
+            way.nowhere = [torch.zeros(len(measure.blocks) * layer, dtype=torch.uint8) for layer in sizes]
+        if way.transport != "memory":
+            receive_all(frames.sock, [memoryview(layer.numpy()) for layer in way.nowhere])
+            return
+        remote = memory.vectors(way.addresses, sizes, measure.blocks)
+        local = memory.vectors([layer.data_ptr() for layer in way.nowhere], sizes, list(range(len(measure.blocks))))
+        self._read_memory(way, remote, local, math.inf, "")
+
+
+def receive_all(sock: socket.socket, views: list[memoryview]) -> None:
+    """Fills all views, many with one call. Raises: ConnectionError."""
+    first = 0
+    while first < len(views):
+        count = sock.recvmsg_into(views[first : first + VECTOR])[0]
+        if count == 0:
+            raise ConnectionError("connection closed by the other side")
+        while first < len(views) and count >= len(views[first]):
+            count -= len(views[first])
+            first += 1
+        if count:
+            views[first] = views[first][count:]
+
+
+def _chunks(pieces: object) -> list[slice]:
+    """Slices of pieces with about `CHUNK` bytes each."""
+    ends = np.cumsum(pieces["size"])  # type: ignore[index]
+    slices, start = [], 0
+    while start < len(ends):
+        before = int(ends[start - 1]) if start else 0
+        end = max(start + 1, int(np.searchsorted(ends, before + CHUNK, side="right")))
+        end = min(end, start + memory.MAX_VECTORS)
+        slices.append(slice(start, end))
+        start = end
+    return slices
