@@ -85,11 +85,20 @@ class Rig:
     @classmethod
     @asynccontextmanager
     async def started(
-        cls, folder: Path, model: str, first_port: int, say: Callable[[str], None], kv_cache_bytes: int
+        cls,
+        folder: Path,
+        model: str,
+        first_port: int,
+        say: Callable[[str], None],
+        kv_cache_bytes: int,
+        *,
+        max_num_seqs: int = 32,
+        variables: dict[str, str] | None = None,
     ) -> AsyncIterator[Rig]:
-        os.environ.update(environment())
+        """`variables`: what the product's processes are started with, those of `environment()` by default."""
+        os.environ.update(environment() if variables is None else variables)
         instances = InstanceOptions(
-            model=model, served_model_name=MODEL, faults=True, kv_cache_bytes=kv_cache_bytes, max_num_seqs=32
+            model=model, served_model_name=MODEL, faults=True, kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs
         )
         options = StackOptions(
             state_dir=folder,
@@ -216,8 +225,8 @@ class Rig:
 
     # -- migrations ----------------------------------------------------------------------------------------------------
 
-    async def migrate(self, source: Instance, target: Instance) -> str:
-        body = {"source": source.id, "target": target.id, "migration_type": "preserve_source"}
+    async def migrate(self, source: Instance, target: Instance, **fields: Any) -> str:
+        body = {"source": source.id, "target": target.id, "migration_type": "preserve_source", **fields}
         return str((await self.panel("POST", "/api/v1/migrations", body))["id"])
 
     async def job(self, job_id: str) -> dict[str, Any]:

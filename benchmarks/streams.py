@@ -19,7 +19,7 @@ from benchmarks.messages_answers import MessagesReader
 from benchmarks.openai_answers import OpenAIReader
 from benchmarks.responses_answers import ResponsesReader
 
-__all__ = ["Answer", "Request", "answer_from", "mixed_requests", "run_requests"]
+__all__ = ["Answer", "Request", "answer_from", "mixed_requests", "run_requests", "sized_request"]
 
 _SENTENCES = (
     "The harbour master counted the ships twice before the fog came in from the east.",
@@ -94,6 +94,14 @@ def mixed_requests(count: int = 8, *, tokens: int = 240, salt: int = 0, whole: i
         body = {"max_tokens": tokens, "ignore_eos": True, "return_token_ids": True, **sampling}
         requests.append(_request(f"whole-{index + 1}", index % 2 == 0, body, 120, salt * 1000 + 500 + index, True))
     return requests
+
+
+def sized_request(name: str, prompt_tokens: int, tokens: int, salt: int, sampling: dict[str, Any]) -> Request:
+    """A streamed text completion with a prompt of about `prompt_tokens` tokens, which runs to exactly `tokens`."""
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    body = {"max_tokens": tokens, "ignore_eos": True, "return_token_ids": True, **streamed, **sampling}
+    # The sentences have 1.17 tokens to a word.
+    return _request(name, False, body, round(prompt_tokens / 1.17), salt, True)
 
 
 def _request(name: str, chat: bool, body: dict[str, Any], words: int, seed: int, repeatable: bool) -> Request:

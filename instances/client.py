@@ -21,6 +21,7 @@ CONNECT_TIMEOUT_S = 2.0
 TIMEOUTS = {
     "status": 5.0,
     "requests": 5.0,
+    "probe": 20.0,
     "start": 10.0,
     "attach": 30.0,
     "round": 120.0,
@@ -98,6 +99,10 @@ class InstanceClient:
             raise self._error("bad_answer", "answered without a list of requests")
         return rows
 
+    def probe(self, host: str, data_ports: list[int]) -> dict[str, Any]:
+        """How fast KV would travel to another instance: `{transport, reason, bytes_per_s, block_s}`."""
+        return self._migration("probe", {"host": host, "data_ports": data_ports})
+
     def start(self, job: str, attempt: int, peer: dict[str, Any], lease_s: float) -> dict[str, Any]:
         return self._migration("start", {"job": job, "attempt": attempt, "peer": peer, "lease_s": lease_s})
 
@@ -107,8 +112,10 @@ class InstanceClient:
     def round(self, job: str, attempt: int, index: int) -> dict[str, Any]:
         return self._migration("round", {"job": job, "attempt": attempt, "round": index})
 
-    def handover(self, job: str, attempt: int, request_ids: list[str] | None, wave: int) -> dict[str, Any]:
-        body = {"job": job, "attempt": attempt, "request_ids": request_ids, "wave": wave}
+    def handover(
+        self, job: str, attempt: int, request_ids: list[str] | None, wave: int, mode: str = "rolling"
+    ) -> dict[str, Any]:
+        body = {"job": job, "attempt": attempt, "request_ids": request_ids, "wave": wave, "mode": mode}
         return self._migration("handover", body)
 
     def lease(self, job: str, attempt: int, lease_s: float) -> dict[str, Any]:

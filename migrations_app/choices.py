@@ -7,9 +7,11 @@ from django.db import models
 __all__ = [
     "LIVE_STATES",
     "OUTCOME_TONES",
+    "PRECOPY_MODES",
     "STATE_TONES",
     "TERMINAL_STATES",
     "EventKind",
+    "HandoverMode",
     "MigrationState",
     "MigrationType",
     "RequestOutcome",
@@ -24,6 +26,19 @@ class MigrationType(models.TextChoices):
     DESTROY_SOURCE = "destroy_source", "Destroy the source"
     PRESERVE_SOURCE = "preserve_source", "Keep the source as warm standby"
     KEEP_SOURCE_ACTIVE = "keep_source_active", "Keep the source active"
+
+
+class HandoverMode(models.TextChoices):
+    """How requests change over."""
+
+    ROLLING = "rolling", "Rolling: a few at a time"
+    ATOMIC = "atomic", "Atomic: all with one cut"
+    STOP_AND_COPY = "stop_and_copy", "Stop and copy: all are paused while their KV is copied"
+    RECOMPUTE = "recompute", "Recompute: the target computes the KV again"
+
+
+#: Modes whose KV is copied while the source goes on.
+PRECOPY_MODES = frozenset({HandoverMode.ROLLING, HandoverMode.ATOMIC})
 
 
 class MigrationState(models.TextChoices):

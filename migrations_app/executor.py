@@ -26,7 +26,15 @@ from instances.client import InstanceClient, InstanceError
 from instances.routing import wait_for_acks
 from instances.services import route_new_requests
 from migrations_app import finishing, journal
-from migrations_app.choices import EventKind, MigrationState, RequestOutcome, RoundKind, Step
+from migrations_app.choices import (
+    PRECOPY_MODES,
+    EventKind,
+    HandoverMode,
+    MigrationState,
+    RequestOutcome,
+    RoundKind,
+    Step,
+)
 from migrations_app.convergence import stop_reason
 from migrations_app.events import record
 from migrations_app.lease import LeaseKeeper
@@ -218,7 +226,7 @@ class Execution:
             self._advance(MigrationState.ATTACHING, MigrationState.DRAINING)
             return False
         self._advance(MigrationState.ATTACHING, MigrationState.COPYING)
-        remaining = self._copy(attached)
+        remaining = self._copy(attached) if self.job.mode in PRECOPY_MODES else attached
         if not remaining:
             self._advance(MigrationState.COPYING, MigrationState.DRAINING)
             return True
@@ -287,7 +295,8 @@ class Execution:
 
     def _hand_over(self, ids: list[str]) -> bool:
         """Small waves: each costs its clients one short pause. Returns whether any request left the source."""
-        size = max(1, settings.VLLM_HI_HANDOVER_WAVE)
+        rolls = self.job.mode in (HandoverMode.ROLLING, HandoverMode.RECOMPUTE)
+        size = max(1, settings.VLLM_HI_HANDOVER_WAVE) if rolls else len(ids)
         waves = [ids[start : start + size] for start in range(0, len(ids), size)]
         results: Rows = []
         for number, wave in enumerate(waves):
@@ -310,7 +319,8 @@ class Execution:
     def _hand_over_wave(self, wave: list[str]) -> Rows:
         one = f"request {wave[0]} was" if len(wave) == 1 else f"{len(wave)} requests were"
         phase = f"{one} being handed over"
-        answer = self._ask(lambda: self.source.handover(str(self.job.id), self.attempt, wave, len(wave)), phase)
+        way = HandoverMode.ROLLING if self.job.mode == HandoverMode.ATOMIC else self.job.mode
+        answer = self._ask(lambda: self.source.handover(str(self.job.id), self.attempt, wave, len(wave), way), phase)
         results: Rows = answer.get("results") or []
         journal.note_handed_over(self.job.id, results)
         stayed = [row for row in results if row.get("outcome") == RequestOutcome.STAYED]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from django import forms
 
-from migrations_app.choices import MigrationType
+from migrations_app.choices import HandoverMode, MigrationType
 
 __all__ = ["MigrateForm"]
 
@@ -20,4 +20,9 @@ class MigrateForm(forms.Form):
         ],
         error_messages={"required": "Choose what becomes of the source."},
     )
+    mode = forms.ChoiceField(choices=HandoverMode.choices, initial=HandoverMode.ROLLING, required=False)
     tn = forms.IntegerField(min_value=1, max_value=64)
+
+    def clean_mode(self) -> str:
+        """Programs that know nothing of modes leave it out."""
+        return str(self.cleaned_data["mode"] or HandoverMode.ROLLING)

@@ -16,6 +16,7 @@ from migrations_app.choices import (
     STATE_TONES,
     TERMINAL_STATES,
     EventKind,
+    HandoverMode,
     MigrationState,
     MigrationType,
     RequestOutcome,
@@ -48,6 +49,7 @@ class MigrationJob(models.Model):
     source = models.ForeignKey(Instance, on_delete=models.PROTECT, related_name="migrations_as_source")
     target = models.ForeignKey(Instance, on_delete=models.PROTECT, related_name="migrations_as_target")
     migration_type = models.CharField(max_length=20, choices=MigrationType, default=MigrationType.DESTROY_SOURCE)
+    mode = models.CharField(max_length=16, choices=HandoverMode, default=HandoverMode.ROLLING)
     tn = models.PositiveSmallIntegerField(default=2)
     max_increment_rounds = models.PositiveSmallIntegerField(default=8)
     stall_rounds = models.PositiveSmallIntegerField(default=2)

@@ -12,7 +12,7 @@ from django.db import IntegrityError, transaction
 from instances.models import Instance
 from instances.selectors import find_instance
 from instances.services import InstanceRefused, refusal_to_migrate, reserve_for_migration, restore_after_migration
-from migrations_app.choices import EventKind, MigrationState, MigrationType
+from migrations_app.choices import EventKind, HandoverMode, MigrationState, MigrationType
 from migrations_app.events import record
 from migrations_app.models import MigrationJob
 from migrations_app.state import advance
@@ -47,6 +47,7 @@ def create_migration(
     migration_type: str = MigrationType.DESTROY_SOURCE,
     user: User = None,
     *,
+    mode: str = HandoverMode.ROLLING,
     tn: int = 2,
     target_tp: int | None = None,
     target_pp: int | None = None,
@@ -61,7 +62,7 @@ def create_migration(
             `instance_destroyed`, 422 `unsupported_policy`, `topology_change_unsupported`.
     """
     source, target = check_pair(source_id, target_id)
-    _check_wishes(migration_type, tn, target, target_tp, target_pp, target_model)
+    _check_wishes(migration_type, mode, tn, target, target_tp, target_pp, target_model)
     try:
         with transaction.atomic():
             reserve_for_migration(source_id, target_id)
@@ -76,6 +77,7 @@ def create_migration(
                 source=source,
                 target=target,
                 migration_type=migration_type,
+                mode=mode,
                 tn=tn,
                 max_increment_rounds=settings.VLLM_HI_MAX_INCR_ROUNDS,
                 stall_rounds=settings.VLLM_HI_INCR_STALL_ROUNDS,
@@ -185,7 +187,7 @@ def _tell_pages(job: MigrationJob) -> None:
 
 
 def _check_wishes(
-    migration_type: str, tn: int, target: Instance, tp: int | None, pp: int | None, target_model: str
+    migration_type: str, mode: str, tn: int, target: Instance, tp: int | None, pp: int | None, target_model: str
 ) -> None:
     if migration_type not in MigrationType.values:
         raise MigrationRefused(
@@ -201,6 +203,8 @@ def _check_wishes(
             "migration_type",
             422,
         )
+    if mode not in HandoverMode.values:
+        raise MigrationRefused("invalid_request", f"mode must be one of {', '.join(HandoverMode.values)}.", "mode", 400)
     if tn < 1:
         raise MigrationRefused("invalid_request", "tn must be 1 or more.", "tn", 400)
     real: dict[str, Any] = target.topology

@@ -22,6 +22,7 @@ from migrations_app.choices import (
     OUTCOME_TONES,
     STATE_TONES,
     TERMINAL_STATES,
+    HandoverMode,
     MigrationState,
     RequestOutcome,
 )
@@ -120,7 +121,7 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
         wish = form.cleaned_data
         try:
             job = services.create_migration(
-                source.pk, wish["target"], wish["migration_type"], request.user, tn=wish["tn"]
+                source.pk, wish["target"], wish["migration_type"], request.user, mode=wish["mode"], tn=wish["tn"]
             )
         except services.MigrationRefused as error:
             form.add_error(error.param if error.param in form.fields else None, error.message)
@@ -140,6 +141,8 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
         "has_valid_target": bool(valid),
         "chosen": chosen,
         "policy": request.POST.get("migration_type", ""),
+        "modes": HandoverMode.choices,
+        "mode": request.POST.get("mode", ""),
         "tn": request.POST.get("tn", 2),
         "form": form,
         "refusal": refusal.message if refusal else "",

@@ -17,6 +17,7 @@ from vllm_plugin.kv_cache import KVCache
 from vllm_plugin.messages import AllowSession, Answer, Probe, Probed, Push, Pushed, RevokeSession, decode_data
 from vllm_plugin.receiving import Receiver
 from vllm_plugin.sending import Sender
+from vllm_plugin.switching import SWITCHING
 from vllm_plugin.wire import FrameSocket, ProtocolError
 
 __all__ = ["DEFAULT_BYTES_PER_S", "DataServer"]
@@ -103,11 +104,13 @@ class DataServer:
             elif isinstance(message, Probe):
                 frames.send(self._probe(message))
             elif isinstance(message, AllowSession):
+                SWITCHING.hold(message.session)
                 self._receiver.allow(message.session)
                 frames.send(Answer(message.call, True))
             elif isinstance(message, RevokeSession):
                 self._drop_sender(message.session)
                 self._receiver.revoke(message.session)
+                SWITCHING.release(message.session)
                 frames.send(Answer(message.call, True))
             else:
                 raise ProtocolError("unexpected_message", type(message).__name__)
@@ -131,6 +134,7 @@ class DataServer:
             sender = self._senders.get(push.session)
         if sender is None:
             sender = self._dialled(push.session, push.host, push.port)
+            SWITCHING.hold(push.session)
             with self._lock:
                 self._senders[push.session] = sender
             logger.info("session %s: blocks travel by %s %s", push.session, sender.transport, sender.reason)

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
@@ -43,6 +43,7 @@ _FIELD_NAME = re.compile(r"field `([^`]+)`")
 
 Seconds = Annotated[float, msgspec.Meta(ge=1, le=600)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Handler = Callable[[Request], Awaitable[JSONResponse]]
 
 
@@ -56,7 +57,7 @@ class Call(msgspec.Struct, forbid_unknown_fields=True):
 class Peer(msgspec.Struct, forbid_unknown_fields=True):
     vllm_hi_id: Name
     host: Name
-    control_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    control_port: Port
     base_url: Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s]+$", max_length=512)]
 
 
@@ -76,6 +77,14 @@ class Round(Call):
 class Handover(Call):
     request_ids: list[Name] | None = None
     wave: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
+    mode: Literal["rolling", "stop_and_copy", "recompute"] = "rolling"
+
+
+class Probe(msgspec.Struct, forbid_unknown_fields=True):
+    """Belongs to no job: it copies some blocks to nowhere."""
+
+    host: Name
+    data_ports: Annotated[list[Port], msgspec.Meta(min_length=1, max_length=1024)]
 
 
 class Lease(Call):
@@ -83,7 +92,8 @@ class Lease(Call):
 
 
 #: Path under /vllm_hi/migration/ and name of the operation in the engine -> its body.
-_CALLS: dict[str, type[Call]] = {
+_CALLS: dict[str, type[msgspec.Struct]] = {
+    "probe": Probe,
     "start": Start,
     "attach": Attach,
     "round": Round,
@@ -225,7 +235,7 @@ class MigrationEndpoints:
             raise _bad_field(error) from error
         return JSONResponse(await self._engine("faults", faults))
 
-    def _migration_call(self, operation: str, body_type: type[Call]) -> Handler:
+    def _migration_call(self, operation: str, body_type: type[msgspec.Struct]) -> Handler:
         async def call(request: Request) -> JSONResponse:
             body = await _body(request)
             try:

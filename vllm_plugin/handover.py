@@ -10,19 +10,23 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from vllm_plugin.book import merge_logprobs
 from vllm_plugin.messages import Commit, CommitItem, CommitPart, Prepare, Refusals
 from vllm_plugin.move import DEADLINES_S, Member, Move
-from vllm_plugin.rounds import copy_full_blocks, freeze, unpin
+from vllm_plugin.rounds import copy_full_blocks, freeze, reserve, unpin
 from vllm_plugin.scheduler import Snapshot
 from vllm_plugin.wire import Freezing, Resolve
 
 if TYPE_CHECKING:
     from vllm_plugin.source import SourceSession
 
-__all__ = ["hand_over", "resolve"]
+__all__ = ["HandoverMode", "hand_over", "resolve"]
+
+#: How the KV of a wave comes to B. `rolling`: before the freeze, but for what the last steps wrote. `stop_and_copy`:
+#: all of it while the requests are frozen. `recompute`: not at all, B computes it again from the tokens.
+HandoverMode = Literal["rolling", "stop_and_copy", "recompute"]
 
 logger = logging.getLogger("vllm.vllm_hi.handover")
 
@@ -31,9 +35,14 @@ COMMIT_ANSWER_S = 2.5
 RESOLVE_ANSWER_S = 3.0
 
 
-def hand_over(session: SourceSession, moves: list[Move]) -> None:
+def hand_over(session: SourceSession, moves: list[Move], mode: HandoverMode = "rolling") -> None:
     """Moves attached requests to B. Afterwards every move has ended: moved, stayed or finished."""
-    moves, _ = copy_full_blocks(session, moves)
+    if mode == "rolling":
+        moves = _copy_the_rest(session, moves)
+    elif mode == "stop_and_copy":
+        moves = reserve(session, moves)
+    for move in moves:
+        move.recompute = mode == "recompute"
     moves = _prepare(session, moves)
     for move in moves:
         link = session.engine.proxies.get(move.proxy)
@@ -61,6 +70,22 @@ def hand_over(session: SourceSession, moves: list[Move]) -> None:
         unpin(session, snapshots)
     for move in moves:
         move.done.wait(DEADLINES_S["committed"] + 1.0)
+
+
+def _copy_the_rest(session: SourceSession, moves: list[Move]) -> list[Move]:
+    """Blocks that became full since the last round belong to the final increment."""
+    had = {member.request_id: member.sent_blocks for move in moves for member in move.members if member.window}
+    moves, _ = copy_full_blocks(session, moves)
+    for move in moves:
+        late = sum(one.sent_blocks - had.get(one.request_id, _hit_blocks(session, one)) for one in move.members)
+        move.tail_blocks += late
+        move.tail_bytes += late * session.engine.workers.block_bytes
+    return moves
+
+
+def _hit_blocks(session: SourceSession, member: Member) -> int:
+    block_size: int = session.engine.scheduler.block_size
+    return (member.hit_tokens or 0) // block_size
 
 
 def _prepare(session: SourceSession, moves: list[Move]) -> list[Move]:
@@ -92,6 +117,10 @@ def _send_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, 
         if keep_generators and any(snapshots[one.request_id].draws_in_prefill for _, one in move.live):
             message = "The request is seeded and in prefill; it can move once it decodes."
             session.roll_back(move, "seeded_prefill", message)
+        elif keep_generators and move.recompute and any(snapshots[one.request_id].draws for _, one in move.live):
+            # A prefill that is split over steps would draw in each, or end the engine on CPUs.
+            message = "The request is seeded, and its random state does not survive a prefill; move its blocks instead."
+            session.roll_back(move, "seeded_recompute", message)
     try:
         with session.target.writing():
             states = _push_tails(session, [move for move in moves if not move.ended], snapshots)
@@ -114,7 +143,8 @@ def _push_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, 
     source: list[int] = []
     target: list[int] = []
     for move in moves:
-        tails = [_tail(session, move, member, snapshots[member.request_id]) for _, member in move.live]
+        live = [] if move.recompute else move.live
+        tails = [_tail(session, move, member, snapshots[member.request_id]) for _, member in live]
         if not move.ended:
             source += [block for blocks, _ in tails for block in blocks]
             target += [block for _, blocks in tails for block in blocks]
@@ -146,11 +176,15 @@ def _fresh_generator_state() -> bytes:
 def _commit_items(
     session: SourceSession, moves: list[Move], snapshots: dict[str, Snapshot], states: dict[str, bytes]
 ) -> list[CommitItem]:
-    ended = session.engine.on_engine(lambda: _ended_members(session, moves))
+    ended: dict[str, CommitPart] = {}
+    if any(member.ended for move in moves for member in move.members):
+        # Only then: the engine's thread answers between two steps, and the clients are waiting.
+        ended = session.engine.on_engine(lambda: _ended_members(session, moves))
     items = []
     for move in moves:
         parts = [
-            ended.get(member.request_id) or _part(snapshots[member.request_id], states.get(member.request_id))
+            ended.get(member.request_id)
+            or _part(snapshots[member.request_id], states.get(member.request_id), move.recompute)
             for member in move.members
         ]
         items.append(CommitItem(move.ticket, parts))
@@ -161,10 +195,10 @@ def _commit_items(
     return items
 
 
-def _part(snapshot: Snapshot, generator: bytes | None) -> CommitPart:
+def _part(snapshot: Snapshot, generator: bytes | None, recompute: bool) -> CommitPart:
     return CommitPart(
         output_tokens=snapshot.output_tokens,
-        computed_tokens=snapshot.valid_tokens,
+        computed_tokens=0 if recompute else snapshot.valid_tokens,
         generator=generator,
         logprobs=merge_logprobs(list(snapshot.logprobs)),
         prefill=snapshot.prefill,

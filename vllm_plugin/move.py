@@ -46,7 +46,10 @@ class Member:
 
 @dataclass
 class Move:
-    """`request_id`: the first member's. `prompt_tokens`, `kv_blocks`, `tokens` (output): sums over the members."""
+    """`request_id`: the first member's. `prompt_tokens`, `kv_blocks`, `tokens` (output): sums over the members.
+
+    `tail_blocks`, `tail_bytes`: what was sent for it in its own handover. `recompute`: B gets its tokens only.
+    """
 
     request_id: str
     stream: str
@@ -60,6 +63,7 @@ class Move:
     tokens: int = 0
     tail_blocks: int = 0
     tail_bytes: int = 0
+    recompute: bool = False
     gap_ms: float | None = None
     itl_ms: float | None = None
     streamed: bool = False
@@ -119,6 +123,7 @@ class Move:
             "tokens": self.tokens,
             "tail_blocks": self.tail_blocks,
             "tail_bytes": self.tail_bytes,
+            "recomputed": self.recompute and self.state == "moved",
             "gap_ms": self.gap_ms,
             "itl_ms": self.itl_ms,
             "stages": {name: round(value, 3) for name, value in self.stages.items()},

@@ -15,7 +15,9 @@ import msgspec
 
 from vllm_plugin.errors import MigrationError
 from vllm_plugin.faults import Faults
+from vllm_plugin.handover import HandoverMode
 from vllm_plugin.source import SourceSession
+from vllm_plugin.wire import ProtocolError
 
 if TYPE_CHECKING:
     from vllm_plugin.book import StreamRecord
@@ -92,6 +94,9 @@ def _status(engine: MigrationEngine, payload: Payload) -> Payload:
             "quarantined": len(book.quarantine) if book is not None else 0,
         },
         "data_port": engine.workers.infos[0]["data_port"] if engine.workers.infos else 0,
+        "data_host": engine.settings.bind,
+        "data_ports": [info["data_port"] for info in engine.workers.infos],
+        "transport": engine.workers.transport,
         "control_port": engine.control_port,
         "proxies": sorted(engine.proxies),
         "session": None
@@ -213,7 +218,23 @@ def _round(engine: MigrationEngine, payload: Payload) -> Payload:
 
 
 def _handover(engine: MigrationEngine, payload: Payload) -> Payload:
-    return _source(engine, payload).handover(payload.get("request_ids"), max(1, int(payload.get("wave") or 4)))
+    session = _source(engine, payload)
+    mode: HandoverMode = payload.get("mode") or "rolling"
+    return session.handover(payload.get("request_ids"), max(1, int(payload.get("wave") or 4)), mode)
+
+
+def _probe(engine: MigrationEngine, payload: Payload) -> Payload:
+    """How fast KV would travel to another instance. Belongs to no job, and leaves nothing behind."""
+    try:
+        found = engine.workers.probe(payload["host"], payload["data_ports"])
+    except (OSError, ProtocolError, ValueError) as error:
+        raise MigrationError(502, "target_unreachable", f"{error}.") from error
+    return {
+        "transport": found.transport,
+        "reason": found.reason,
+        "bytes_per_s": round(found.bytes_per_s),
+        "block_s": found.block_s,
+    }
 
 
 def _finish(engine: MigrationEngine, payload: Payload) -> Payload:
@@ -261,6 +282,7 @@ _SESSION: dict[str, Callable[[MigrationEngine, Payload], Payload]] = {
     "attach": _attach,
     "round": _round,
     "handover": _handover,
+    "probe": _probe,
     "finish": _finish,
     "abort": _abort,
 }

@@ -12,7 +12,7 @@ from vllm_plugin.scheduler import Snapshot
 if TYPE_CHECKING:
     from vllm_plugin.source import SourceSession
 
-__all__ = ["copy_full_blocks", "freeze", "run_round", "unpin"]
+__all__ = ["copy_full_blocks", "freeze", "reserve", "run_round", "unpin"]
 
 #: Steps in flight end within the pipeline's depth; longer than this and the freeze is given up.
 DRAIN_DEADLINE_S = 0.8
@@ -74,6 +74,22 @@ def copy_full_blocks(session: SourceSession, moves: list[Move]) -> tuple[list[Mo
     finally:
         unpin(session, snapshots)
     return [move for move in moves if not move.ended], sent
+
+
+def reserve(session: SourceSession, moves: list[Move]) -> list[Move]:
+    """Lets B hold blocks without sending any: all are copied while the requests are frozen. Returns the moves that are
+    still on their way."""
+    snapshots = look(session, moves, freezing=False)
+    moves = [move for move in moves if not move.ended]
+    try:
+        for parts in _passes(moves, snapshots):
+            _grow(session, parts, snapshots)
+    except ConnectionError as error:
+        for move in moves:
+            session.roll_back(move, "target_lost", f"The target was lost before the handover: {error}.")
+    finally:
+        unpin(session, snapshots)
+    return [move for move in moves if not move.ended]
 
 
 #: A member that still runs on A: its stream, its part in it, itself.

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from vllm_plugin import attach, rounds
 from vllm_plugin.compat import RequestStatus
 from vllm_plugin.errors import MigrationError
-from vllm_plugin.handover import hand_over, resolve
+from vllm_plugin.handover import HandoverMode, hand_over, resolve
 from vllm_plugin.messages import CloseSession, OpenSession, Parked, Renew
 from vllm_plugin.move import ALONE, Move, MoveState
 from vllm_plugin.peer import TargetConnection
+from vllm_plugin.switching import SWITCHING
 from vllm_plugin.wire import CloseLeg, Discarded, FirstToken, Switched
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class SourceSession:
             self._on_parked,
             self._on_target_lost,
         )
+        SWITCHING.hold(self.target.session)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -74,7 +76,7 @@ class SourceSession:
             self._rounds[number] = rounds.run_round(self, number)
         return self._rounds[number]
 
-    def handover(self, request_ids: list[str] | None, wave: int) -> dict[str, Any]:
+    def handover(self, request_ids: list[str] | None, wave: int, mode: HandoverMode = "rolling") -> dict[str, Any]:
         """Moves attached requests in waves; each has its own short gap. Returns one result per request."""
         self.check()
         chosen = [
@@ -85,7 +87,7 @@ class SourceSession:
         for start in range(0, len(chosen), wave):
             if self.aborting or self.target.lost:
                 break
-            hand_over(self, chosen[start : start + wave])
+            hand_over(self, chosen[start : start + wave], mode)
         deadline = time.monotonic() + MEASURE_S
         for move in chosen:
             if move.state == "moved" and move.streamed:
@@ -228,6 +230,7 @@ class SourceSession:
         except ConnectionError:
             logger.info("migration %s: the target could not be told about the end; its own lease will", self.job)
         self.target.close()
+        SWITCHING.release(self.target.session)
         self.engine.source_closed(self)
         return released
 

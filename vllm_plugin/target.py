@@ -39,6 +39,7 @@ from vllm_plugin.messages import (
     Renew,
     SessionOpened,
 )
+from vllm_plugin.switching import SWITCHING
 
 if TYPE_CHECKING:
     from vllm_plugin.engine import MigrationEngine
@@ -97,6 +98,7 @@ class TargetSession:
 
     def opened(self, call: int) -> None:
         self.engine.workers.allow(self.id)
+        SWITCHING.hold(self.id)
         ports = [info["data_port"] for info in self.engine.workers.infos]
         self.link.send(SessionOpened(call, self.id, self.engine.settings.bind, ports))
 
@@ -228,6 +230,7 @@ class TargetSession:
         self.engine.on_engine(lambda: self._drop_all(reason))
         self.engine.workers.revoke(self.id)
         self.engine.on_engine(self._unpin_all)
+        SWITCHING.release(self.id)
         self.engine.target_closed(self)
 
     def _drop_all(self, reason: str) -> None:

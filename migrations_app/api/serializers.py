@@ -7,7 +7,7 @@ from typing import Any
 from rest_framework import serializers
 
 from migrations_app import selectors
-from migrations_app.choices import MigrationType
+from migrations_app.choices import HandoverMode, MigrationType
 from migrations_app.models import MigrationEvent, MigrationJob, MigrationRequest, MigrationRound
 
 __all__ = [
@@ -40,7 +40,7 @@ class JobSerializer(serializers.ModelSerializer[MigrationJob]):
     class Meta:
         model = MigrationJob
         fields = [
-            "id", "source", "target", "migration_type", "tn", "max_increment_rounds", "stall_rounds", "state",
+            "id", "source", "target", "migration_type", "mode", "tn", "max_increment_rounds", "stall_rounds", "state",
             "state_label", "state_tone", "is_terminal", "abort_requested", "attempt", "last_seq", "created_by",
             "created_at", "started_at", "finished_at", "duration_s", "error_code", "error", "total_requests",
             "moved_requests", "bytes_total", "round_count", "gaps", "new_active_instance", "preflight",
@@ -97,6 +97,7 @@ class MigrationPairSerializer(serializers.Serializer[Any]):
 
 class CreateMigrationSerializer(MigrationPairSerializer):
     migration_type = serializers.ChoiceField(choices=MigrationType.choices, default=MigrationType.PRESERVE_SOURCE)
+    mode = serializers.ChoiceField(choices=HandoverMode.choices, default=HandoverMode.ROLLING)
     tn = serializers.IntegerField(min_value=1, max_value=100, default=2)
 
 
@@ -110,6 +111,7 @@ class SeedMigrateSerializer(serializers.Serializer[Any]):
     target_gpu_memory_utilization = serializers.FloatField(min_value=0, max_value=1, required=False, allow_null=True)
     target_model = serializers.CharField(max_length=255, required=False, allow_blank=True, allow_null=True)
     migration_type = serializers.ChoiceField(choices=MigrationType.choices, default=MigrationType.DESTROY_SOURCE)
+    mode = serializers.ChoiceField(choices=HandoverMode.choices, default=HandoverMode.ROLLING)
     tn = serializers.IntegerField(min_value=1, max_value=100, default=2)
 
 

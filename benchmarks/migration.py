@@ -1,0 +1,151 @@
+"""What a migration costs: the gap that clients see, the bytes, and how much the others are slowed down.
+
+    python -m benchmarks.migration [--quick] [--only SCENARIO] [--port N] [--write docs/benchmarks.md]
+
+Two real instances on this machine, SmolLM2 in float32, prefix cache of the target empty. Every figure is a ratio of two
+times taken in this run. Tables go to stderr; the last line of stdout is JSON, its names are explained in
+`benchmarks/migration_figures.py`. Exit code 0 only if every stream was token-exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.answers import Request
+from benchmarks.demo_models import chat_model
+from benchmarks.failure_rig import Rig
+from benchmarks.migration_figures import figures, table
+from benchmarks.migration_shots import Shot, shoot
+from benchmarks.streams import sized_request
+
+#: Blocks of SmolLM2 in float32 (30 layers, 3 heads of 64, keys and values, 128 tokens) for 40 requests of 1,400 tokens.
+KV_CACHE_BYTES = 460 * 30 * 2 * 3 * 64 * 128 * 4
+VARIABLES = {"VLLM_SERVER_DEV_MODE": "1"}
+
+
+@dataclass(frozen=True)
+class Size:
+    """How often each scenario runs, and how large it is."""
+
+    idle: int
+    moves: int
+    busy: int
+    many: int
+    crowd: int
+    crowd_prompt: int
+    replays: int
+
+
+QUICK = Size(idle=2, moves=6, busy=3, many=0, crowd=8, crowd_prompt=600, replays=4)
+FULL = Size(idle=6, moves=9, busy=10, many=2, crowd=32, crowd_prompt=1000, replays=10)
+
+
+def streams(count: int, prompt: int, tokens: int, salt: int) -> list[Request]:
+    """Greedy and seeded streams in turn, all with prompts of about that many tokens."""
+    kinds: list[dict[str, object]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 1234}]
+    return [
+        sized_request(f"{prompt}-{index}", prompt, tokens, salt * 1000 + index, kinds[index % 2])
+        for index in range(count)
+    ]
+
+
+async def idle(rig: Rig, size: Size) -> list[Shot]:
+    """One stream at a time onto an instance that has nothing to do, with short and long prompts in turn."""
+    shots = []
+    for number in range(size.idle):
+        for prompt in (100, 1500):
+            tokens = 60 + size.moves * 70
+            (request,) = streams(1, prompt, tokens, 100 + 2 * number + (prompt > 100))
+            shots.append(await shoot(rig, f"idle {prompt}", [request], moves=size.moves, between=12))
+    return shots
+
+
+async def busy(rig: Rig, size: Size) -> list[Shot]:
+    """Eight streams onto a target that serves four of its own."""
+    shots = []
+    for number in range(size.busy):
+        own = streams(4, 100, 420, 300 + number)
+        shots.append(await shoot(rig, "busy", streams(8, 200, 260, 200 + number), own=own, start_after=40))
+    return shots
+
+
+async def many(rig: Rig, size: Size) -> list[Shot]:
+    """Thirty-two streams onto an idle target, and eight for comparison."""
+    shots = []
+    for number in range(size.many):
+        shots.append(await shoot(rig, "rolling 8", streams(8, 200, 240, 400 + number)))
+        shots.append(await shoot(rig, "rolling 32", streams(32, 200, 240, 450 + number)))
+    return shots
+
+
+async def crowd(rig: Rig, size: Size) -> list[Shot]:
+    """Many long streams by all ways of handing over: ours, all with one cut (the seed's way), and without copying
+    ahead."""
+    requests = streams(size.crowd, size.crowd_prompt, 240, 500)
+    return [await shoot(rig, f"crowd {mode}", requests, mode=mode) for mode in ("rolling", "atomic", "stop_and_copy")]
+
+
+async def replay(rig: Rig, size: Size) -> list[Shot]:
+    """One long stream whose KV the target computes again (Dynamo's way)."""
+    shots = []
+    for number in range(size.replays):
+        (request,) = streams(1, 1500, 160, 600 + 2 * number)
+        shots.append(await shoot(rig, "replay 1500", [request], mode="recompute"))
+    return shots
+
+
+SCENARIOS: dict[str, Callable[[Rig, Size], Awaitable[list[Shot]]]] = {
+    scenario.__name__: scenario for scenario in (idle, busy, many, crowd, replay)
+}
+
+
+async def measure(arguments: argparse.Namespace) -> list[Shot]:
+    size = QUICK if arguments.quick else FULL
+    folder = Path(tempfile.mkdtemp(prefix="migration-"))
+    shots: list[Shot] = []
+    try:
+        started = Rig.started(
+            folder, str(chat_model()), arguments.port, _say, KV_CACHE_BYTES, max_num_seqs=40, variables=VARIABLES
+        )
+        async with started as rig:
+            # The first steps of an engine are slower than all later ones.
+            await shoot(rig, "warm", streams(8, 200, 120, 1))
+            await shoot(rig, "warm", streams(8, 200, 120, 2))
+            for name, scenario in SCENARIOS.items():
+                if not arguments.only or name in arguments.only:
+                    found = await scenario(rig, size)
+                    shots += found
+                    _say(table(found))
+    finally:
+        if arguments.keep_logs:
+            shutil.copytree(folder / "logs", arguments.keep_logs, dirs_exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    return shots
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller loads: under 6 minutes")
+    parser.add_argument("--only", action="append", default=[], choices=list(SCENARIOS))
+    parser.add_argument("--port", type=int, default=8600, help="first of the ports to use")
+    parser.add_argument("--keep-logs", type=Path, help="folder that gets the logs of all processes")
+    arguments = parser.parse_args()
+    shots = asyncio.run(measure(arguments))
+    print(json.dumps(figures(shots)))
+    return 0 if shots and all(shot.exact for shot in shots) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

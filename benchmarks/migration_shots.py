@@ -1,0 +1,208 @@
+"""One measured migration after the other: load, migrations, and what every client saw of them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from benchmarks.answers import Answer, Request
+from benchmarks.exactness import Verdict, verdicts
+from benchmarks.failure_rig import Rig
+from benchmarks.live_migration import Migration, Panel, until_all_have
+from benchmarks.streams import run_requests
+
+__all__ = ["Cut", "Shot", "shoot"]
+
+#: Tokens of a KV block in all measured instances.
+BLOCK_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One handover as its client saw it.
+
+    Attributes:
+        gap_ms: time without a token around it.
+        itl_ms: this client's median time between tokens, without the cuts; `after_ms`: that on the target alone.
+        tokens: of the request at that moment, prompt included.
+        stages: what the source measured, by name in ms.
+    """
+
+    gap_ms: float
+    itl_ms: float
+    after_ms: float
+    tokens: int
+    stages: dict[str, float]
+
+    @property
+    def in_itl(self) -> float:
+        return self.gap_ms / self.itl_ms
+
+    @property
+    def excess_ms(self) -> float:
+        return self.gap_ms - self.after_ms
+
+
+@dataclass
+class Shot:
+    """Everything that one load with its migrations showed.
+
+    Attributes:
+        windows: begin and end of each migration on the clock of `Answer.arrivals`.
+        bystanders: answers of streams that the target served all the time.
+        wall_offset: Unix time minus that clock, in seconds.
+    """
+
+    scenario: str
+    answers: list[Answer]
+    verdicts: list[Verdict]
+    migrations: list[Migration]
+    windows: list[tuple[float, float]]
+    bystanders: list[Answer] = field(default_factory=list)
+    wall_offset: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        return all(verdict.exact for verdict in self.verdicts)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for migration in self.migrations for row in migration.requests if row["outcome"] == "moved"]
+
+    @property
+    def cuts(self) -> list[Cut]:
+        return [cut for answer in self.answers for cut in _cuts(answer, self.rows)]
+
+    def bystander_pauses(self) -> list[float]:
+        """The longest pause of each stream that stood by, in its own median times between tokens: those of the target,
+        and those of the source outside of their own cuts."""
+        found = []
+        for answer in [*self.bystanders, *self.answers]:
+            own = _near(answer, self.rows)
+            spacing = _spacing(answer)
+            usual = statistics.median(pause for _, pause in spacing) if spacing else 0.0
+            during = [
+                pause
+                for index, (when, pause) in enumerate(spacing)
+                if index not in own and any(begin < when < end for begin, end in self.windows)
+            ]
+            if usual and during:
+                found.append(max(during) / usual)
+        return found
+
+    def whole_blocks(self) -> tuple[int, int]:
+        """Whole KV blocks that were sent, and that the moved requests had when they left."""
+        rounds = [row for migration in self.migrations for row in migration.rounds]
+        sent = sum(row["blocks"] for row in rounds)
+        had = 0
+        for row in self.rows:
+            # The last token's KV is not written before the next step.
+            written = row["prompt_tokens"] + row["output_tokens"] - 1
+            had += written // BLOCK_TOKENS
+            sent += row["tail_blocks"] - bool(written % BLOCK_TOKENS)
+        return sent, had
+
+
+async def shoot(
+    rig: Rig,
+    scenario: str,
+    requests: Sequence[Request],
+    *,
+    mode: str = "rolling",
+    moves: int = 1,
+    own: Sequence[Request] = (),
+    start_after: int = 24,
+    between: int = 24,
+) -> Shot:
+    """Runs `requests`, moves them `moves` times there and back, and compares with an undisturbed run.
+
+    Args:
+        own: requests that the target serves from the beginning, past the proxy.
+        start_after, between: tokens that every stream gets before the first migration, and before each further one.
+    """
+    source, target = await rig.settled()
+    references = await rig.undisturbed(list(requests))
+    live: list[Answer] = []
+    bystanders: list[Answer] = []
+    load = asyncio.ensure_future(run_requests(rig.stack.url, rig.model, requests, progress=live.extend))
+    beside = asyncio.ensure_future(run_requests(target.base_url, rig.model, own, progress=bystanders.extend))
+    migrations: list[Migration] = []
+    windows: list[tuple[float, float]] = []
+    headers = {"Authorization": f"Bearer {rig.stack.api_token}"}
+    try:
+        async with aiohttp.ClientSession(rig.stack.url, headers=headers) as session:
+            panel = Panel(session)
+            for number in range(moves):
+                await until_all_have(live, between if number else start_after, load)
+                if load.done():
+                    break
+                if not own:
+                    await rig.forget_prefixes(target)
+                began = time.monotonic()
+                job = await rig.migrate(source, target, mode=mode)
+                migrations.append(await panel.finished(job))
+                windows.append((began, time.monotonic()))
+                source, target = target, source
+        answers = await load
+        await beside
+    finally:
+        load.cancel()
+        beside.cancel()
+    rows = [row for migration in migrations for row in migration.requests]
+    found = verdicts(references, answers, rows)
+    return Shot(scenario, answers, found, migrations, windows, bystanders, time.time() - time.monotonic())
+
+
+# -- times of one stream -----------------------------------------------------------------------------------------------
+
+
+def _spacing(answer: Answer) -> list[tuple[float, float]]:
+    """For each event but the first: when it came, and the milliseconds since the one before."""
+    arrivals = answer.arrivals
+    return [(when, (when - before) * 1000) for (before, _), (when, _) in itertools.pairwise(arrivals)]
+
+
+def _moved(answer: Answer, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["stream_id"] and row["stream_id"] == answer.stream_id]
+
+
+def _near(answer: Answer, rows: Sequence[dict[str, Any]]) -> dict[int, int]:
+    """Which entries of `_spacing` are at a cut, and at which one of `rows`. A pause can show up one token early: the
+    source's last token may reach the client through the target's replay."""
+    found: dict[int, int] = {}
+    for place, row in enumerate(_moved(answer, rows)):
+        delivered = 0
+        for index, (_, count) in enumerate(answer.arrivals):
+            if index and delivered <= row["output_tokens"] + 1 and row["output_tokens"] - 1 < delivered + count:
+                found[index - 1] = place
+            delivered += count
+    return found
+
+
+def _cuts(answer: Answer, rows: Sequence[dict[str, Any]]) -> list[Cut]:
+    spacing, near, moved = _spacing(answer), _near(answer, rows), _moved(answer, rows)
+    ordinary = [pause for index, (_, pause) in enumerate(spacing) if index not in near]
+    if not ordinary:
+        return []
+    cuts = []
+    for place, row in enumerate(moved):
+        at = [index for index, number in near.items() if number == place]
+        after = [pause for index, (_, pause) in enumerate(spacing) if index > max(at, default=0) and index not in near]
+        # Until the next move, or the end.
+        later = [index for index, number in near.items() if number == place + 1]
+        if later:
+            after = after[: min(later) - max(at) - 1]
+        if at and len(after) > 5:
+            gap = max(spacing[index][1] for index in at)
+            tokens = row["prompt_tokens"] + row["output_tokens"]
+            cuts.append(
+                Cut(gap, statistics.median(ordinary), statistics.median(after), tokens, row.get("stages") or {})
+            )
+    return cuts
