@@ -45,7 +45,7 @@ class Size:
 
 
 QUICK = Size(idle=2, moves=6, busy=3, many=0, crowd=8, crowd_prompt=600, replays=4)
-FULL = Size(idle=6, moves=9, busy=10, many=2, crowd=32, crowd_prompt=1000, replays=10)
+FULL = Size(idle=9, moves=6, busy=10, many=2, crowd=32, crowd_prompt=1000, replays=10)
 
 
 def streams(count: int, prompt: int, tokens: int, salt: int) -> list[Request]:
