@@ -40,7 +40,7 @@ from migrations_app.events import record
 from migrations_app.lease import LeaseKeeper
 from migrations_app.models import MigrationJob
 from migrations_app.preflight import run_preflight
-from migrations_app.refusals import TRANSIENT_REASONS, Refused
+from migrations_app.refusals import LASTING_REFUSALS, TRANSIENT_REASONS, Refused
 from migrations_app.rollback import MigrationStopped, blame, roll_back, silence
 from migrations_app.state import advance
 
@@ -327,6 +327,8 @@ class Execution:
         self.moved |= {str(row["request_id"]) for row in results if row.get("outcome") == RequestOutcome.MOVED}
         for row in stayed:
             self._tried(str(row["request_id"]))
+            if row.get("code") in LASTING_REFUSALS:
+                self.refused.setdefault(str(row["request_id"]), Refused()).again(str(row["code"]))
         if stayed:
             self._target_must_answer(phase)
         return results

@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 
-__all__ = ["TRANSIENT_REASONS", "Refused"]
+__all__ = ["LASTING_REFUSALS", "TRANSIENT_REASONS", "Refused"]
 
 #: Reasons that pass by themselves: such a request is listed again a moment later.
 TRANSIENT_REASONS = frozenset(
@@ -14,7 +14,8 @@ TRANSIENT_REASONS = frozenset(
 )
 #: Seconds after which a request that found no place on the target is tried again: doubled each time up to the second.
 ATTACH_RETRY_S = (0.5, 15.0)
-#: Refusals of the proxy that no waiting changes; only it has seen the request as the client sent it.
+#: Refusals that no waiting changes: of the proxy, for only it has seen the request as the client sent it, and of the
+#: way that the operator chose.
 LASTING_REFUSALS = frozenset(
     {
         "background",
@@ -26,6 +27,7 @@ LASTING_REFUSALS = frozenset(
         "parser_not_chunk_invariant",
         "previous_response",
         "prompt_logprobs",
+        "seeded_recompute",
         "server_tools",
     }
 )

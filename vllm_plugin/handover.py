@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from vllm_plugin.book import merge_logprobs
 from vllm_plugin.messages import Commit, CommitItem, CommitPart, Prepare, Refusals
 from vllm_plugin.move import DEADLINES_S, Member, Move
-from vllm_plugin.rounds import copy_full_blocks, freeze, reserve, unpin
+from vllm_plugin.rounds import copy_full_blocks, freeze, look, reserve, unpin
 from vllm_plugin.scheduler import Snapshot
 from vllm_plugin.wire import Freezing, Resolve
 
@@ -41,8 +41,8 @@ def hand_over(session: SourceSession, moves: list[Move], mode: HandoverMode = "r
         moves = _copy_the_rest(session, moves)
     elif mode == "stop_and_copy":
         moves = reserve(session, moves)
-    for move in moves:
-        move.recompute = mode == "recompute"
+    else:
+        moves = _recomputable(session, moves)
     moves = _prepare(session, moves)
     for move in moves:
         link = session.engine.proxies.get(move.proxy)
@@ -83,6 +83,20 @@ def _copy_the_rest(session: SourceSession, moves: list[Move]) -> list[Move]:
     return moves
 
 
+def _recomputable(session: SourceSession, moves: list[Move]) -> list[Move]:
+    """A prefill that is split over steps would draw once in each, or end the engine on CPUs: what has a generator needs
+    its KV."""
+    snapshots = look(session, moves, freezing=False)
+    unpin(session, snapshots)
+    moves = [move for move in moves if not move.ended]
+    for move in moves:
+        move.recompute = True
+        if session.engine.workers.keep_generators and any(snapshots[one.request_id].draws for _, one in move.live):
+            message = "The request is seeded, and its random state does not survive a prefill; move its blocks instead."
+            session.roll_back(move, "seeded_recompute", message)
+    return [move for move in moves if not move.ended]
+
+
 def _hit_blocks(session: SourceSession, member: Member) -> int:
     block_size: int = session.engine.scheduler.block_size
     return (member.hit_tokens or 0) // block_size
@@ -117,10 +131,6 @@ def _send_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, 
         if keep_generators and any(snapshots[one.request_id].draws_in_prefill for _, one in move.live):
             message = "The request is seeded and in prefill; it can move once it decodes."
             session.roll_back(move, "seeded_prefill", message)
-        elif keep_generators and move.recompute and any(snapshots[one.request_id].draws for _, one in move.live):
-            # A prefill that is split over steps would draw in each, or end the engine on CPUs.
-            message = "The request is seeded, and its random state does not survive a prefill; move its blocks instead."
-            session.roll_back(move, "seeded_recompute", message)
     try:
         with session.target.writing():
             states = _push_tails(session, [move for move in moves if not move.ended], snapshots)

@@ -12,7 +12,7 @@ from vllm_plugin.scheduler import Snapshot
 if TYPE_CHECKING:
     from vllm_plugin.source import SourceSession
 
-__all__ = ["copy_full_blocks", "freeze", "reserve", "run_round", "unpin"]
+__all__ = ["copy_full_blocks", "freeze", "look", "reserve", "run_round", "unpin"]
 
 #: Steps in flight end within the pipeline's depth; longer than this and the freeze is given up.
 DRAIN_DEADLINE_S = 0.8

@@ -68,6 +68,26 @@ def test_everything_moves(pair: Pair) -> None:
     assert job.preflight["level"] == "ok"
 
 
+@pytest.mark.parametrize(
+    ("mode", "rounds", "waves", "way"),
+    [
+        ("rolling", 3, [4, 2], "rolling"),
+        ("atomic", 3, [6], "rolling"),
+        ("stop_and_copy", 0, [6], "stop_and_copy"),
+        ("recompute", 0, [4, 2], "recompute"),
+    ],
+)
+def test_the_ways_of_handing_over(pair: Pair, mode: str, rounds: int, waves: list[int], way: str) -> None:
+    for number in range(6):
+        pair.a.add_request(f"r{number}")
+    job = carry_out(pair.job(mode=mode))
+    assert (job.state, job.moved_requests, job.mode) == ("done", 6, mode)
+    assert len(selectors.rounds(job)) == rounds
+    calls = pair.a.named("handover")
+    assert [len(body["request_ids"]) for body in calls] == waves
+    assert {body["mode"] for body in calls} == {way}
+
+
 def test_the_seeds_view_of_it(pair: Pair) -> None:
     pair.a.add_request("r1")
     job = carry_out(pair.job())
