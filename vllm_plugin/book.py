@@ -152,7 +152,8 @@ class MoveBook:
         pinned: ids whose blocks somebody else reads (A) or writes (B) at this moment: freed only when unpinned.
         quarantine: their blocks, once the request itself is gone.
         expected, parked: second legs on B by ticket, before and after their first member has come.
-        watched: requests committed on B whose stream has not made a step yet.
+        watched: requests committed on B whose stream has not made a step yet: ticket, stream, tokens of the stream, and
+            the monotonic time of the commit.
     """
 
     records: dict[str, MemberRecord] = field(default_factory=dict)
@@ -165,7 +166,7 @@ class MoveBook:
     expected: dict[str, Expectation] = field(default_factory=dict)
     parked: dict[str, ParkedStream] = field(default_factory=dict)
     ticket_of: dict[str, str] = field(default_factory=dict)
-    watched: dict[str, tuple[str, str, int]] = field(default_factory=dict)
+    watched: dict[str, tuple[str, str, int, float]] = field(default_factory=dict)
 
     def record(self, request: Any, stream: str, ticket: str = "", choices: int = 1) -> MemberRecord:
         """Starts the history of a request."""

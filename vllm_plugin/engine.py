@@ -25,7 +25,7 @@ from vllm_plugin.compat import ENGINE_PUMP, EngineCoreRequestType, RequestStatus
 from vllm_plugin.errors import MigrationError
 from vllm_plugin.faults import Faults
 from vllm_plugin.link import Link
-from vllm_plugin.messages import Answer, OpenSession, decode_peer
+from vllm_plugin.messages import Answer, FirstStep, OpenSession, decode_peer
 from vllm_plugin.operations import answer
 from vllm_plugin.scheduler import MigrationScheduler
 from vllm_plugin.settings import PluginSettings
@@ -174,7 +174,7 @@ class MigrationEngine:
         else:
             self.target.arrived(ticket, request)
 
-    def producing(self, ticket: str, stream: str, tokens: int) -> None:
+    def producing(self, ticket: str, stream: str, tokens: int, committed_at: float) -> None:
         worker, _, stream_id = stream.partition("/")
         message = Producing(stream_id, ticket, tokens)
         self._produced.append((time.monotonic(), worker, message))
@@ -183,6 +183,8 @@ class MigrationEngine:
             logger.warning("the proxy worker %s is gone; stream %s runs here and it cannot be told", worker, stream_id)
         else:
             self.faults.say("producing", link, message)
+        if self.target is not None:
+            self.target.link.send(FirstStep(ticket, (time.monotonic() - committed_at) * 1e3))
 
     def _tell_again(self, worker: str, link: Link) -> None:
         """A proxy worker is back: what it may have missed, and still waits for, is repeated."""

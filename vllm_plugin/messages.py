@@ -20,6 +20,7 @@ __all__ = [
     "Expect",
     "Expectation",
     "ExpectedMember",
+    "FirstStep",
     "Grow",
     "GrowItem",
     "Grown",
@@ -233,6 +234,13 @@ class Parked(msgspec.Struct, tag="parked"):
     message: str = ""
 
 
+class FirstStep(msgspec.Struct, tag="first_step"):
+    """B has made its first step with a stream, that many milliseconds after it had taken the commit."""
+
+    ticket: str
+    step_ms: float
+
+
 PeerMessage = (
     OpenSession
     | SessionOpened
@@ -247,6 +255,7 @@ PeerMessage = (
     | Renew
     | CloseSession
     | Parked
+    | FirstStep
 )
 
 # -- data servers ------------------------------------------------------------------------------------------------------

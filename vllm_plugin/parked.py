@@ -181,7 +181,8 @@ def _resume(core: Any, stream: ParkedStream, item: CommitItem, faults: Faults) -
             replays += end_apart(_replay(book, request, part, faults))
         if part.ended is None:
             _enqueue(scheduler, parked, part)
-            book.watched[request.request_id] = (stream.ticket, stream.expectation.stream, tokens)
+            watched = (stream.ticket, stream.expectation.stream, tokens, time.monotonic())
+            book.watched[request.request_id] = watched
         else:
             request.stop_reason = part.ended[1]
             scheduler.finish_requests([request.request_id], RequestStatus[part.ended[0]])

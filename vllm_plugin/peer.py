@@ -17,6 +17,7 @@ from vllm_plugin.errors import MigrationError
 from vllm_plugin.link import Link
 from vllm_plugin.messages import (
     Answer,
+    FirstStep,
     Grown,
     OpenSession,
     Parked,
@@ -49,11 +50,11 @@ class TargetConnection:
         engine: MigrationEngine,
         peer: dict[str, Any],
         opening: Callable[[int], OpenSession],
-        on_parked: Callable[[Parked], None],
+        on_notice: Callable[[Parked | FirstStep], None],
         on_lost: Callable[[], None],
     ) -> None:
         self._engine = engine
-        self._on_parked = on_parked
+        self._on_notice = on_notice
         self._on_lost = on_lost
         self.base_url = str(peer["base_url"])
         self.broken = False
@@ -98,8 +99,8 @@ class TargetConnection:
         raise MigrationError(409, code, message)
 
     def _on_message(self, _link: Link, message: Any) -> None:
-        if isinstance(message, Parked):
-            self._on_parked(message)
+        if isinstance(message, Parked | FirstStep):
+            self._on_notice(message)
 
     def ask(self, build: Callable[[int], msgspec.Struct], timeout_s: float = ANSWER_DEADLINE_S) -> Any:
         """Calls B and waits. Raises: ConnectionError when the answer is lost or late."""

@@ -17,7 +17,7 @@ from vllm_plugin import attach, rounds
 from vllm_plugin.compat import RequestStatus
 from vllm_plugin.errors import MigrationError
 from vllm_plugin.handover import HandoverMode, hand_over, resolve
-from vllm_plugin.messages import CloseSession, OpenSession, Parked, Renew
+from vllm_plugin.messages import CloseSession, FirstStep, OpenSession, Parked, Renew
 from vllm_plugin.move import ALONE, Move, MoveState
 from vllm_plugin.peer import TargetConnection
 from vllm_plugin.switching import SWITCHING
@@ -58,7 +58,7 @@ class SourceSession:
             engine,
             peer,
             lambda call: OpenSession(call, job, attempt, engine.name, lease_s, engine.factors),
-            self._on_parked,
+            self._on_notice,
             self._on_target_lost,
         )
         SWITCHING.hold(self.target.session)
@@ -119,11 +119,13 @@ class SourceSession:
 
     # -- notices -------------------------------------------------------------------------------------------------------
 
-    def _on_parked(self, message: Parked) -> None:
+    def _on_notice(self, message: Parked | FirstStep) -> None:
         move = self._by_ticket(message.ticket)
         if move is None:
             return
-        if message.ok:
+        if isinstance(message, FirstStep):
+            move.stages["first_step"] = message.step_ms
+        elif message.ok:
             move.parked.set()
         else:
             # After the tail was sent only the proxy decides; it sees its leg end as well.
