@@ -127,18 +127,19 @@ class MigrationEngine:
 
     # -- the engine thread ---------------------------------------------------------------------------------------------
 
-    def on_engine(self, call: Callable[[], Result]) -> Result:
-        """Runs `call` on the engine thread, between two steps, and returns its result. Not to be used on that
-        thread."""
+    def on_engine(self, call: Callable[[], Result], queued: Callable[[], None] = lambda: None) -> Result:
+        """Runs `call` on the engine thread, between two steps, and returns its result; `queued` is called at once, when
+        the engine cannot miss it any more. Not to be used on that thread."""
+        future = self.later(call)
+        queued()
+        return future.result(ENGINE_THREAD_S)
+
+    def later(self, call: Callable[[], Result]) -> Future[Result]:
+        """Like `on_engine`, but returns at once: also for use on the engine thread."""
         future: Future[Result] = Future()
         self._calls.put((call, future))
         self.core.input_queue.put_nowait((EngineCoreRequestType.UTILITY, (0, 0, ENGINE_PUMP, ())))
-        return future.result(ENGINE_THREAD_S)
-
-    def later(self, call: Callable[[], None]) -> None:
-        """Like `on_engine`, but returns at once: also for use on the engine thread."""
-        self._calls.put((call, Future()))
-        self.core.input_queue.put_nowait((EngineCoreRequestType.UTILITY, (0, 0, ENGINE_PUMP, ())))
+        return future
 
     def run_next_call(self) -> None:
         call, future = self._calls.get_nowait()

@@ -13,8 +13,9 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Literal
 
 from vllm_plugin.book import merge_logprobs
-from vllm_plugin.messages import Commit, CommitItem, CommitPart, Prepare, Refusals
+from vllm_plugin.messages import Coming, Commit, CommitItem, CommitPart, Prepare, Refusals
 from vllm_plugin.move import DEADLINES_S, Member, Move
+from vllm_plugin.pulse import TargetStep, aim
 from vllm_plugin.rounds import copy_full_blocks, freeze, look, reserve, unpin
 from vllm_plugin.scheduler import Snapshot
 from vllm_plugin.wire import Freezing, Resolve
@@ -55,9 +56,12 @@ def hand_over(session: SourceSession, moves: list[Move], mode: HandoverMode = "r
     time.sleep(session.engine.faults.hold_before_freeze_s)
     if not moves:
         return
+    own, theirs = session.engine.scheduler.pulse, session.target_step
+    time.sleep(aim(time.monotonic(), own.last, own.step_s, theirs.next, theirs.step_s, session.lead_s))
     asked = time.monotonic()
     snapshots = freeze(session, moves)
     frozen = time.monotonic()
+    session.target.tell(Coming(2 * session.lead_s))
     moves = [move for move in moves if not move.ended]
     try:
         items = _send_tails(session, moves, snapshots)
@@ -65,6 +69,7 @@ def hand_over(session: SourceSession, moves: list[Move], mode: HandoverMode = "r
         for move in moves:
             move.stages["freeze"] = (frozen - asked) * 1e3
             move.stages["tail"] = (tails - frozen) * 1e3
+        session.lead_s = 0.5 * session.lead_s + 0.5 * (tails - frozen)
         _commit(session, moves, items)
     finally:
         unpin(session, snapshots)
@@ -113,6 +118,8 @@ def _prepare(session: SourceSession, moves: list[Move]) -> list[Move]:
         for move in moves:
             session.roll_back(move, "target_lost", f"The target was lost before the handover: {error}.")
         return []
+    # It comes from between two steps of B.
+    session.target_step = TargetStep(time.monotonic() + answer.step_s, answer.step_s)
     _apply_refusals(session, moves, answer)
     return [move for move in moves if not move.ended]
 

@@ -13,6 +13,7 @@ __all__ = [
     "AllowSession",
     "Answer",
     "CloseSession",
+    "Coming",
     "Commit",
     "CommitItem",
     "CommitPart",
@@ -163,10 +164,19 @@ class Prepare(msgspec.Struct, tag="prepare"):
 
 
 class Refusals(msgspec.Struct, tag="refusals"):
-    """Answer to `Prepare` and `Commit`: what is not listed was accepted."""
+    """Answer to `Prepare` and `Commit`: what is not listed was accepted. B gives it between two steps, and a step takes
+    `step_s` at the moment; 0 when B is idle."""
 
     call: int
     refused: list[Refusal]
+    step_s: float = 0.0
+
+
+class Coming(msgspec.Struct, tag="coming"):
+    """Requests are frozen, and their commit follows within milliseconds. Should B be between two steps before that, it
+    may wait for it up to `within_s`, and not begin a step that the commit would have to sit out."""
+
+    within_s: float
 
 
 class LogprobRows(msgspec.Struct):
@@ -250,6 +260,7 @@ PeerMessage = (
     | Grown
     | Prepare
     | Refusals
+    | Coming
     | Commit
     | Release
     | Renew

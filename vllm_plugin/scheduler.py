@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_plugin.book import MoveBook, SchedulerListener, own_columns
 from vllm_plugin.compat import AsyncScheduler, Scheduler
+from vllm_plugin.pulse import Pulse
 from vllm_plugin.queues import nothing_waits, promised_run_slots, put_back_first, take_from_queue
 
 __all__ = [
@@ -78,6 +79,7 @@ class MigrationScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self.book = MoveBook()
         self.migration_listener: SchedulerListener | None = None
+        self.pulse = Pulse()
         if self.vllm_config.max_concurrent_batches > 1:
             # A step in flight may still write blocks that an abort has just freed, and a peer may be handed them.
             self.defer_block_free = True
@@ -116,7 +118,9 @@ class MigrationScheduler(Scheduler):
             free = self.kv_cache_manager.block_pool.get_num_free_blocks()
             if free < len(self.running):
                 self.migration_listener.memory_pressure()
-        promised = self.book.promised(time.monotonic())
+        now = time.monotonic()
+        self.pulse.beat(now)
+        promised = self.book.promised(now)
         with promised_run_slots(self, promised):
             return super().schedule(*args, **kwargs)
 

@@ -20,6 +20,7 @@ from vllm_plugin.handover import HandoverMode, hand_over, resolve
 from vllm_plugin.messages import CloseSession, FirstStep, OpenSession, Parked, Renew
 from vllm_plugin.move import ALONE, Move, MoveState
 from vllm_plugin.peer import TargetConnection
+from vllm_plugin.pulse import TargetStep
 from vllm_plugin.switching import SWITCHING
 from vllm_plugin.wire import CloseLeg, Discarded, FirstToken, Switched
 
@@ -33,10 +34,13 @@ logger = logging.getLogger("vllm.vllm_hi.source")
 #: How long a handover's answer waits for the client's gap to be measured, and a closing session for open handovers.
 MEASURE_S = 2.0
 SETTLE_S = 4.0
+#: From a freeze to its commit, before it was measured.
+FIRST_LEAD_S = 0.006
 
 
 class SourceSession:
     """One migration as seen from A. `moves`: requests on their way, by id. `ended`: those whose fate is known.
+    `target_step`: the steps of B, as it said before the handover. `lead_s`: from a freeze to its commit.
 
     Raises:
         MigrationError: B cannot be reached or refuses the session.
@@ -52,6 +56,8 @@ class SourceSession:
         self._rounds: dict[int, dict[str, Any]] = {}
         self._closed = False
         self._lock = threading.Lock()
+        self.target_step = TargetStep(0.0, 0.0)
+        self.lead_s = FIRST_LEAD_S
         self.lease_s = lease_s
         self.expires_at = time.monotonic() + lease_s
         self.target = TargetConnection(

@@ -22,6 +22,7 @@ from vllm_plugin.link import Link
 from vllm_plugin.messages import (
     Answer,
     CloseSession,
+    Coming,
     Commit,
     Expect,
     Expectation,
@@ -48,6 +49,9 @@ __all__ = ["TargetSession"]
 
 logger = logging.getLogger("vllm.vllm_hi.target")
 
+#: B's own streams wait no longer than that for a commit that is about to come.
+HOLD_STEP_S = 0.02
+
 _UNKNOWN = ("unknown_ticket", "The ticket is not known here, was used already, or has run out.")
 
 
@@ -66,6 +70,7 @@ class TargetSession:
         self.lease_s = lease_s
         self.expires_at = time.monotonic() + lease_s
         self._closed = threading.Lock()
+        self._commit_here = threading.Event()
         self._pinned: dict[str, set[str]] = {}
         self._accepted: set[str] = set()
 
@@ -80,10 +85,13 @@ class TargetSession:
             self.engine.faults.say("grown", self.link, self.engine.on_engine(lambda: self._grow(message)))
         elif isinstance(message, Prepare):
             refused = self.engine.on_engine(lambda: self._prepare(message.tickets))
-            self.engine.faults.say("prepared", self.link, Refusals(message.call, refused))
+            step_s = self.engine.scheduler.pulse.step_s
+            self.engine.faults.say("prepared", self.link, Refusals(message.call, refused, step_s))
+        elif isinstance(message, Coming):
+            self._await_commit(min(message.within_s, HOLD_STEP_S))
         elif isinstance(message, Commit):
             time.sleep(self.engine.faults.hold_commit_s)
-            refused = self.engine.on_engine(lambda: self._commit(message))
+            refused = self.engine.on_engine(lambda: self._commit(message), self._commit_here.set)
             self.engine.faults.say("committed", self.link, Refusals(message.call, refused))
         elif isinstance(message, Release):
             self.engine.on_engine(lambda: self._release(message.tickets, message.reason))
@@ -95,6 +103,12 @@ class TargetSession:
             self.link.send(Answer(message.call, True))
         else:
             logger.warning("unexpected %s from %s", type(message).__name__, self.source)
+
+    def _await_commit(self, within_s: float) -> None:
+        """Lets the engine begin no step until the commit is here, or until that many seconds from now."""
+        self._commit_here.clear()
+        until = time.monotonic() + within_s
+        self.engine.later(lambda: self._commit_here.wait(max(0.0, until - time.monotonic())))
 
     def opened(self, call: int) -> None:
         self.engine.workers.allow(self.id)

@@ -1,0 +1,48 @@
+"""Aiming at the steps of another engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_plugin.pulse import STEPS_AHEAD, Pulse, aim
+
+
+def wasted(asked: float, own_last: float, own: float, next_: float, step: float, lead: float) -> float:
+    """How long a commit waits at B when the freeze is asked for at that time."""
+    ends = own_last + own
+    while ends < asked:
+        ends += own
+    return (next_ - (ends + lead)) % step
+
+
+@pytest.mark.parametrize("own", [0.03, 0.045, 0.05])
+@pytest.mark.parametrize("step", [0.02, 0.031, 0.05])
+@pytest.mark.parametrize("phase", [0.0, 0.007, 0.013, 0.024])
+def test_no_moment_in_the_next_steps_is_better(own: float, step: float, phase: float) -> None:
+    now, lead = 100.0, 0.006
+    own_last, next_ = now - 0.4 * own, now + phase
+    delay = aim(now, own_last, own, next_, step, lead)
+    found = wasted(now + delay, own_last, own, next_, step, lead)
+    others = [wasted(now + ahead * own, own_last, own, next_, step, lead) for ahead in range(STEPS_AHEAD)]
+    assert found <= min(others) + 1e-9
+    assert 0 <= delay < STEPS_AHEAD * own
+
+
+def test_nothing_to_aim_at() -> None:
+    assert aim(10.0, 9.99, 0.03, 10.01, 0.0, 0.005) == 0.0
+    assert aim(10.0, 9.99, 0.0, 10.01, 0.03, 0.005) == 0.0
+
+
+def test_the_length_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 50.0
+    monkeypatch.setattr("vllm_plugin.pulse.time.monotonic", lambda: now)
+    pulse = Pulse()
+    assert pulse.step_s == 0.0
+    for length in (0.0, 0.04, 0.04, 0.4, 0.05):
+        now += length
+        pulse.beat(now)
+    assert pulse.step_s == pytest.approx(0.045)
+    now += 1.5
+    assert pulse.step_s == 0.0
+    pulse.beat(now)
+    assert pulse.step_s == 0.0
