@@ -130,7 +130,7 @@ class SchedulerListener(Protocol):
     def parked_gone(self, ticket: str) -> None:
         """A parked request was ended by its front end."""
 
-    def producing(self, ticket: str, stream: str, tokens: int) -> None:
+    def producing(self, ticket: str, stream: str, tokens: int, committed_at: float) -> None:
         """A committed request has made its first step here; `tokens` were replayed."""
 
     def preempted(self, request_id: str) -> None:

@@ -17,7 +17,7 @@ def wasted(asked: float, own_last: float, own: float, next_: float, step: float,
 
 @pytest.mark.parametrize("own", [0.03, 0.045, 0.05])
 @pytest.mark.parametrize("step", [0.02, 0.031, 0.05])
-@pytest.mark.parametrize("phase", [0.0, 0.007, 0.013, 0.024])
+@pytest.mark.parametrize("phase", [0.0013, 0.0077, 0.0131, 0.0243])
 def test_no_moment_in_the_next_steps_is_better(own: float, step: float, phase: float) -> None:
     now, lead = 100.0, 0.006
     own_last, next_ = now - 0.4 * own, now + phase
