@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,21 +10,10 @@ from django.conf import settings
 
 from instances.client import InstanceClient, InstanceError
 from instances.models import Instance
+from migrations_app.prediction import Estimate, estimate_cost
 from vllm_plugin.compatibility import Check, Level, compare
 
-__all__ = ["Check", "Estimate", "Preflight", "estimate_cost", "run_preflight"]
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What the migration will probably move: `bytes` on the wire, `rounds` with the full one, `gap_ms` per client."""
-
-    requests: int
-    blocks: int
-    bytes: int
-    rounds: int
-    seconds: float
-    gap_ms: float | None
+__all__ = ["Check", "Preflight", "run_preflight"]
 
 
 @dataclass(frozen=True)
@@ -51,26 +40,6 @@ class Preflight:
             "checks": [asdict(check) for check in self.checks],
             "estimate": asdict(self.estimate) if self.estimate else None,
         }
-
-
-#: Bytes per second that a local copy reached at least in measurements; only used for the estimate.
-ASSUMED_BANDWIDTH = 500e6
-
-
-def estimate_cost(requests: Sequence[Mapping[str, Any]], kv: Mapping[str, Any]) -> Estimate:
-    """Predicts from the source's requests and its `kv` what a migration moves."""
-    movable = [row for row in requests if row.get("migratable")]
-    blocks = sum(int(row.get("kv_blocks") or 0) for row in movable)
-    size = blocks * int(kv.get("bytes_per_block") or 0)
-    tail = int(kv.get("bytes_per_block") or 0)
-    return Estimate(
-        requests=len(movable),
-        blocks=blocks,
-        bytes=size,
-        rounds=3 if blocks else 0,
-        seconds=round(size / ASSUMED_BANDWIDTH + 0.1 * len(movable), 2),
-        gap_ms=round(1000 * tail / ASSUMED_BANDWIDTH, 2) if movable else None,
-    )
 
 
 def run_preflight(source: Instance, target: Instance) -> Preflight:
@@ -104,8 +73,9 @@ def run_preflight(source: Instance, target: Instance) -> Preflight:
         return Preflight(checks)
     checks += [_support("source", left), _support("target", right)]
     checks += compare(left.get("factors") or {}, right.get("factors") or {})
-    estimate = estimate_cost(requests, left.get("kv") or {})
-    checks.append(_capacity(estimate, right.get("kv") or {}))
+    way, probe = _way(source, right)
+    estimate = estimate_cost(requests, left.get("kv") or {}, probe)
+    checks += [way, _convergence(estimate), _capacity(estimate, right.get("kv") or {})]
     stuck = [row for row in requests if not row.get("migratable")]
     if stuck:
         reason = (stuck[0].get("reason") or {}).get("message", "no reason given")
@@ -136,6 +106,30 @@ def _support(side: str, status: Mapping[str, Any]) -> Check:
     source_value, target_value = values if side == "source" else values[::-1]
     remedy = "" if supported else f"This vLLM release lacks what the plugin needs ({missing}); install a supported one."
     return Check(f"{side}_supports_migration", source_value, target_value, "ok" if supported else "error", remedy)
+
+
+def _way(source: Instance, target: Mapping[str, Any]) -> tuple[Check, dict[str, Any] | None]:
+    """Which transport KV would take, and how fast it was just now."""
+    try:
+        with InstanceClient.of(source) as client:
+            probe = client.probe(str(target.get("data_host") or ""), list(target.get("data_ports") or []))
+    except InstanceError as error:
+        remedy = f"The way could not be measured, and the estimate assumes one: {error.message}"
+        return Check("transport", "", "", "warning", remedy), None
+    shown = f"{probe.get('transport')}, {float(probe.get('bytes_per_s') or 0) / 1e9:.2f} GB/s"
+    # Why it is no faster one is worth knowing, and no reason to worry.
+    return Check("transport", shown, str(probe.get("reason") or ""), "ok"), probe
+
+
+def _convergence(estimate: Estimate) -> Check:
+    written, way = f"{estimate.dirty_bytes_per_s / 1e6:.1f} MB/s", f"{estimate.bytes_per_s / 1e6:.1f} MB/s"
+    if estimate.converges:
+        return Check("convergence", f"writes {written}", f"takes {way}", "ok")
+    remedy = (
+        "KV is written faster than it can be copied, so the rounds do not get smaller: recompute on the target "
+        "(mode recompute), accept long pauses, or wait for less load."
+    )
+    return Check("convergence", f"writes {written}", f"takes {way}", "warning", remedy)
 
 
 def _capacity(estimate: Estimate, kv: Mapping[str, Any]) -> Check:

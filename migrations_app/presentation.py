@@ -8,7 +8,8 @@ from typing import Any, TypedDict
 from instances.templatetags.formats import NO_VALUE, milliseconds, seconds, size, times
 from migrations_app.choices import LIVE_STATES, MigrationState, MigrationType, RequestOutcome, RoundKind
 from migrations_app.models import MigrationEvent, MigrationJob, MigrationRequest, MigrationRound
-from migrations_app.preflight import Check, Estimate
+from migrations_app.prediction import Estimate
+from migrations_app.preflight import Check
 from migrations_app.selectors import percentile
 
 __all__ = [

@@ -130,6 +130,9 @@ class EstimateSerializer(serializers.Serializer[Any]):
     rounds = serializers.IntegerField()
     seconds = serializers.FloatField()
     gap_ms = serializers.FloatField(allow_null=True)
+    bytes_per_s = serializers.FloatField()
+    dirty_bytes_per_s = serializers.FloatField()
+    converges = serializers.BooleanField()
 
 
 class PreflightSerializer(serializers.Serializer[Any]):

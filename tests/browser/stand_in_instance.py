@@ -22,6 +22,7 @@ FACTORS = {
     "tensor_parallel_size": 1,
     "attention_backend": "CPU_ATTN",
 }
+PROBE = {"transport": "memory", "reason": "", "bytes_per_s": 6_400_000_000, "block_s": 1e-4}
 
 
 class StandInInstance:
@@ -38,13 +39,23 @@ class StandInInstance:
             "kv": {"total_blocks": 1024, "free_blocks": 800, "block_size": 16, "bytes_per_block": 737280},
             "requests": {"running": 2, "waiting": 0, "parked": 0, "frozen": 0},
             "session": None,
+            "data_host": "127.0.0.1",
+            "data_ports": [9200],
         }
         self.requests: list[dict[str, Any]] = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                self.do_GET()
+
             def do_GET(self) -> None:
-                answers = {"/vllm_hi/status": outer.status, "/vllm_hi/requests": {"requests": outer.requests}}
+                answers = {
+                    "/vllm_hi/status": outer.status,
+                    "/vllm_hi/requests": {"requests": outer.requests},
+                    "/vllm_hi/migration/probe": PROBE,
+                }
                 body = json.dumps(answers[self.path]).encode()
                 self.send_response(200)
                 self.send_header("Content-Type", "application/json")

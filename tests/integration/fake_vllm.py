@@ -113,10 +113,16 @@ class FakeInstance:
             "kv": {"total_blocks": 1000, "free_blocks": 900, "block_size": 16, "bytes_per_block": 1024},
             "requests": {"running": len(self.requests), "waiting": 0, "parked": 0, "frozen": 0},
             "control_port": 9100,
+            "data_host": "127.0.0.1",
+            "data_ports": [9200],
         }
 
     def do_requests(self, _: Body) -> Body:
         return {"requests": list(self.requests.values())}
+
+    def do_probe(self, body: Body) -> Body:
+        assert self.peer is not None and body["data_ports"] == [9200]
+        return {"transport": "memory", "reason": "", "bytes_per_s": 5_000_000_000, "block_s": 1e-5}
 
     def do_start(self, body: Body) -> Body:
         assert self.peer is not None

@@ -10,7 +10,8 @@ import pytest
 from migrations_app import presentation
 from migrations_app.choices import MigrationState as S
 from migrations_app.models import MigrationEvent, MigrationJob, MigrationRequest, MigrationRound
-from migrations_app.preflight import Check, Estimate
+from migrations_app.prediction import Estimate
+from migrations_app.preflight import Check
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
