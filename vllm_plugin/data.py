@@ -118,11 +118,11 @@ class DataServer:
     def _push(self, push: Push) -> Pushed:
         sent, transport = 0, ""
         try:
-            self._cache.check(push.source_blocks)
+            self._cache.check([*push.source_blocks, *(block for block, _, _ in push.open)])
             generators = {rid: state for rid in push.generators if (state := self._read_generator(rid)) is not None}
-            if push.source_blocks:
+            if push.source_blocks or push.open:
                 sender = self._sender(push)
-                sent = sender.send(push.source_blocks, push.target_blocks, push.urgent)
+                sent = sender.send(push.source_blocks, push.target_blocks, push.owners, push.urgent, push.open)
                 transport = sender.transport
         except (OSError, ProtocolError) as error:
             self._drop_sender(push.session)

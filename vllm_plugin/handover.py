@@ -19,6 +19,7 @@ from vllm_plugin.pulse import TargetStep, aim
 from vllm_plugin.rounds import copy_full_blocks, freeze, look, reserve, unpin
 from vllm_plugin.scheduler import Snapshot
 from vllm_plugin.wire import Freezing, Resolve
+from vllm_plugin.workers import Blocks
 
 if TYPE_CHECKING:
     from vllm_plugin.source import SourceSession
@@ -31,6 +32,9 @@ HandoverMode = Literal["rolling", "stop_and_copy", "recompute"]
 
 logger = logging.getLogger("vllm.vllm_hi.handover")
 
+#: Before a freeze the blocks are copied again so often at most, until it takes no longer than two steps.
+CATCH_UP = 4
+SHORT_S = 0.05
 #: B answers a commit between two of its steps; after this A asks the proxy what became of it.
 COMMIT_ANSWER_S = 2.5
 RESOLVE_ANSWER_S = 3.0
@@ -80,7 +84,12 @@ def hand_over(session: SourceSession, moves: list[Move], mode: HandoverMode = "r
 def _copy_the_rest(session: SourceSession, moves: list[Move]) -> list[Move]:
     """Blocks that became full since the last round belong to the final increment."""
     had = {member.request_id: member.sent_blocks for move in moves for member in move.members if member.window}
-    moves, _ = copy_full_blocks(session, moves)
+    for _ in range(CATCH_UP):
+        began = time.monotonic()
+        moves, _ = copy_full_blocks(session, moves)
+        # Over a slow link the requests have gone on for many steps meanwhile.
+        if time.monotonic() - began < (2 * session.engine.scheduler.pulse.step_s or SHORT_S):
+            break
     for move in moves:
         late = sum(one.sent_blocks - had.get(one.request_id, _hit_blocks(session, one)) for one in move.members)
         move.tail_blocks += late
@@ -157,16 +166,15 @@ def _send_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, 
 
 def _push_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, Snapshot]) -> dict[str, bytes]:
     """Raises: ConnectionError. Returns the generator states by request id."""
-    source: list[int] = []
-    target: list[int] = []
+    blocks = Blocks(urgent=True)
     for move in moves:
-        live = [] if move.recompute else move.live
-        tails = [_tail(session, move, member, snapshots[member.request_id]) for _, member in live]
+        live = [] if move.recompute else [member for _, member in move.live]
+        tails = [_tail(session, move, member, snapshots[member.request_id]) for member in live]
         if not move.ended:
-            source += [block for blocks, _ in tails for block in blocks]
-            target += [block for _, blocks in tails for block in blocks]
-    running = [member.request_id for move in moves if not move.ended for _, member in move.live]
-    return session.target.push(source, target, running, urgent=True)
+            for member, (source, target) in zip(live, tails, strict=True):
+                blocks.add(source, target, member.owner)
+    blocks.generators = [member.request_id for move in moves if not move.ended for _, member in move.live]
+    return session.target.push(blocks)
 
 
 def _tail(session: SourceSession, move: Move, member: Member, snapshot: Snapshot) -> tuple[list[int], list[int]]:

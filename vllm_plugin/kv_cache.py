@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from vllm_plugin.wire import ProtocolError
@@ -58,6 +59,17 @@ class KVCache:
             for start, end in _runs(blocks):
                 views.append(memoryview(flat[start * size : end * size]))
         return views
+
+    def read(self, block: int) -> Any:
+        """A copy of one block's bytes, in wire order. Host memory only."""
+        return np.concatenate([np.frombuffer(view, np.uint8) for view in self.buffers([block])])
+
+    def write(self, block: int, content: Any) -> None:
+        """Puts the bytes of one block, in wire order, into their places. Host memory only."""
+        place = 0
+        for view in self.buffers([block]):
+            view[:] = memoryview(content[place : place + len(view)])
+            place += len(view)
 
     def gather(self, blocks: list[int]) -> list[memoryview]:
         """Copies blocks of a device cache into host memory, in wire order."""

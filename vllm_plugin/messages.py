@@ -31,6 +31,7 @@ __all__ = [
     "Memory",
     "OpenSession",
     "Parked",
+    "Patch",
     "PeerMessage",
     "Prepare",
     "Probe",
@@ -288,7 +289,12 @@ class RevokeSession(msgspec.Struct, tag="revoke_session"):
 
 class Push(msgspec.Struct, tag="push"):
     """Engine core A -> its worker: send `source_blocks` into `target_blocks` of the worker at `host:port`, and read the
-    generator states of `generators` (request ids). `urgent`: requests are frozen and wait for it."""
+    generator states of `generators` (request ids).
+
+    `owners`: for each block a number of the request that it belongs to, the same in all pushes. `urgent`: requests are
+    frozen and wait for it. `open`: (source, target, owner) of blocks that A still writes; over a slow link they are
+    sent ahead, and later only what has changed in them.
+    """
 
     call: int
     session: str
@@ -297,7 +303,9 @@ class Push(msgspec.Struct, tag="push"):
     source_blocks: list[int]
     target_blocks: list[int]
     generators: list[str]
+    owners: list[int] = []
     urgent: bool = False
+    open: list[tuple[int, int, int]] = []
 
 
 class Pushed(msgspec.Struct, tag="pushed"):
@@ -384,6 +392,14 @@ class Write(msgspec.Struct, tag="write"):
     urgent: bool = False
 
 
+class Patch(msgspec.Struct, tag="patch"):
+    """Worker A -> worker B, followed by `size` raw bytes (`vllm_plugin.patching`): what changed in a block."""
+
+    session: str
+    block: int
+    size: int
+
+
 class Written(msgspec.Struct, tag="written"):
     ok: bool
     code: str = ""
@@ -402,6 +418,7 @@ DataMessage = (
     | Reached
     | Measure
     | Write
+    | Patch
     | Written
     | Answer
 )

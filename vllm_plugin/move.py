@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal, cast
 
 from vllm_plugin.states import SOURCE
@@ -33,6 +34,7 @@ class Member:
 
     `epoch`: see `Snapshot`. `window`: B's block ids for it. `sent_blocks`: leading blocks that B has (hit or sent).
     `told_tokens`: output tokens that B has been told. `ended`: it has ended on A, while others of the stream go on.
+    `owner`: a number that no other member of this process has.
     """
 
     request_id: str
@@ -42,6 +44,7 @@ class Member:
     hit_tokens: int | None = None
     sent_blocks: int = 0
     told_tokens: int = 0
+    owner: int = field(default_factory=count(1).__next__)
 
 
 @dataclass

@@ -30,6 +30,7 @@ from vllm_plugin.wire import FrameSocket, ProtocolError
 
 if TYPE_CHECKING:
     from vllm_plugin.engine import MigrationEngine
+    from vllm_plugin.workers import Blocks
 
 __all__ = ["TargetConnection"]
 
@@ -126,21 +127,16 @@ class TargetConnection:
                 tickets, self._release_later = self._release_later, []
             self.release(tickets, "rolled back during a copy")
 
-    def push(
-        self, source: list[int], target: list[int], generators: list[str], urgent: bool = False
-    ) -> dict[str, bytes]:
-        """Copies blocks and returns generator states by request id. Only inside `writing`. `urgent`: requests are
-        frozen and wait for it.
+    def push(self, blocks: Blocks) -> dict[str, bytes]:
+        """Copies blocks and returns generator states by request id. Only inside `writing`.
 
         Raises:
             ConnectionError: the connection is of no further use then, for B's worker may still be writing.
         """
-        if not source and not generators:
+        if not blocks.source and not blocks.open and not blocks.generators:
             return {}
         try:
-            workers = self._engine.workers
-            host, ports = self._data_host, self._data_ports
-            _, states = workers.push(self.session, host, ports, source, target, generators, urgent)
+            _, states = self._engine.workers.push(self.session, self._data_host, self._data_ports, blocks)
             return states
         except (OSError, ProtocolError) as error:
             self.broken = True

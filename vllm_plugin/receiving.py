@@ -14,8 +14,9 @@ import torch
 
 from vllm_plugin import memory
 from vllm_plugin.kv_cache import KVCache, flat_bytes
-from vllm_plugin.messages import Measure, Memory, Reach, Reached, Write, Written, decode_data
+from vllm_plugin.messages import Measure, Memory, Patch, Reach, Reached, Write, Written, decode_data
 from vllm_plugin.pacing import CHUNK, Pace
+from vllm_plugin.patching import apply_patch
 from vllm_plugin.wire import FrameSocket, ProtocolError
 
 __all__ = ["Receiver"]
@@ -79,6 +80,9 @@ class Receiver:
                 elif isinstance(message, Measure):
                     self._measure(frames, message, way)
                     frames.send(Written(True))
+                elif isinstance(message, Patch):
+                    self._patch(frames, message)
+                    frames.send(Written(True))
                 elif isinstance(message, Write):
                     self._write(frames, message, way)
                     frames.send(Written(True))
@@ -135,18 +139,34 @@ class Receiver:
         finally:
             self._end_write(write.session)
 
+    def _patch(self, frames: FrameSocket, patch: Patch) -> None:
+        self._cache.check([patch.block])
+        if not 0 < patch.size <= 2 * self._cache.block_bytes:
+            raise ProtocolError("size_mismatch", f"{patch.size} bytes are no patch of a block")
+        self._enter(patch.session, frames)
+        try:
+            content = frames.receive_exactly(patch.size)
+            block = self._cache.read(patch.block)
+            apply_patch(block, content)
+            self._cache.write(patch.block, block)
+        finally:
+            self._end_write(patch.session)
+
     def _begin_write(self, write: Write, frames: FrameSocket) -> None:
         self._cache.check(write.blocks)
         expected = len(write.blocks) * self._cache.block_bytes
         if write.size != expected:
             raise ProtocolError("size_mismatch", f"{write.size} bytes announced, {expected} expected for these blocks")
+        self._enter(write.session, frames)
+
+    def _enter(self, session: str, frames: FrameSocket) -> None:
         with self._lock:
-            if write.session not in self._allowed:
+            if session not in self._allowed:
                 raise ProtocolError(
                     "unknown_session", "this worker's engine has not allowed the session, or revoked it"
                 )
-            self._writing[write.session] = self._writing.get(write.session, 0) + 1
-            connections = self._incoming.setdefault(write.session, [])
+            self._writing[session] = self._writing.get(session, 0) + 1
+            connections = self._incoming.setdefault(session, [])
             if frames not in connections:
                 connections.append(frames)
 

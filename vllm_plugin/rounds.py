@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_plugin.messages import Grow, GrowItem, Grown
 from vllm_plugin.move import Member, Move
 from vllm_plugin.scheduler import Snapshot
+from vllm_plugin.workers import Blocks
 
 if TYPE_CHECKING:
     from vllm_plugin.source import SourceSession
@@ -120,20 +121,21 @@ def _passes(moves: list[Move], snapshots: dict[str, Snapshot]) -> list[list[Part
 def _copy(session: SourceSession, parts: list[Part], snapshots: dict[str, Snapshot]) -> int:
     """Raises: ConnectionError. Returns the number of blocks sent."""
     block_size = session.engine.scheduler.block_size
-    source: list[int] = []
-    target: list[int] = []
+    blocks = Blocks()
     parts = _grow(session, parts, snapshots)
     with session.target.writing():
         parts = [(move, part, member) for move, part, member in parts if not move.ended]
         for _, _, member in parts:
             snapshot = snapshots[member.request_id]
             full = snapshot.valid_tokens // block_size
-            source += snapshot.block_ids[member.sent_blocks : full]
-            target += member.window[member.sent_blocks : full]
-        session.target.push(source, target, [])
+            new = slice(member.sent_blocks, full)
+            blocks.add(snapshot.block_ids[new], member.window[new], member.owner)
+            if snapshot.valid_tokens % block_size and len(member.window) > full:
+                blocks.open.append((snapshot.block_ids[full], member.window[full], member.owner))
+        session.target.push(blocks)
     for _, _, member in parts:
         member.sent_blocks = max(member.sent_blocks, snapshots[member.request_id].valid_tokens // block_size)
-    return len(source)
+    return len(blocks.source)
 
 
 def look(session: SourceSession, moves: list[Move], freezing: bool) -> dict[str, Snapshot]:

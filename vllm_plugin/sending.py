@@ -7,16 +7,18 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from vllm_plugin import memory
 from vllm_plugin.kv_cache import KVCache
-from vllm_plugin.messages import Measure, Memory, Reach, Reached, Write, Written, decode_data
+from vllm_plugin.messages import Measure, Memory, Patch, Reach, Reached, Write, Written, decode_data
 from vllm_plugin.pacing import Pace
+from vllm_plugin.patching import patch_of
 from vllm_plugin.wire import FrameSocket, ProtocolError
 
 __all__ = ["Measured", "Sender"]
@@ -26,6 +28,8 @@ VECTOR = 256
 TRANSFER_TIMEOUT_S = 10.0
 #: TCP connections between two hosts: one alone fills neither a long nor a fast link.
 STREAMS = 4
+#: A block that takes longer is sent ahead of the handover, while it is still being written.
+SLOW_BLOCK_S = 0.005
 #: A measurement copies for about that long, and no more than so many bytes.
 MEASURE_S = 0.2
 MEASURE_BYTES = 256 * 1024 * 1024
@@ -47,6 +51,7 @@ class Sender:
 
     Attributes:
         transport: what is really in use. reason: why it is not the fastest one, "" where it is.
+        block_s: seconds that one block took, the last time that whole ones were sent; 0 before.
 
     Args:
         dial: opens an authenticated connection to the worker.
@@ -63,6 +68,9 @@ class Sender:
         self._session = session
         self._bytes_per_s = bytes_per_s
         self._dial = dial
+        # What B has of blocks that were sent ahead, by target block and owner.
+        self._shadows: dict[tuple[int, int], Any] = {}
+        self.block_s = 0.0
         self._channels = [self._connect()]
         try:
             self._reach(self._channels[0], backend)
@@ -100,16 +108,63 @@ class Sender:
             raise ProtocolError("unexpected_message", type(answer).__name__)
         return answer
 
-    def send(self, source: list[int], target: list[int], urgent: bool = False) -> int:
-        """Copies blocks and returns the number of bytes once they are in place.
+    def send(
+        self,
+        source: list[int],
+        target: list[int],
+        owners: Sequence[int] = (),
+        urgent: bool = False,
+        still_open: Sequence[tuple[int, int, int]] = (),
+    ) -> int:
+        """Copies blocks and returns the number of bytes sent once they are in place.
 
         Args:
+            owners: a number for each block. What was sent ahead of a block is of use only for the same owner: B may
+                have given its place to another request since.
             urgent: without pacing; somebody waits for just these.
+            still_open: (source, target, owner) of blocks that A still writes. Over a slow link they are sent now, and
+                when they come again only what has changed in them.
 
         Raises:
             OSError, ProtocolError: nothing is known about the blocks on the other side.
         """
+        blocks = list(zip(source, target, owners or [0] * len(source), strict=True))
+        known = [block for block in blocks if block[1:] in self._shadows]
+        fresh = [block for block in blocks if block[1:] not in self._shadows]
+        sent = self._send_whole([block[0] for block in fresh], [block[1] for block in fresh], urgent) if fresh else 0
+        for here, there, owner in known:
+            sent += self._patch(here, there, owner)
+            del self._shadows[there, owner]
+        if self.slow:
+            sent += sum(self._patch(*block) for block in still_open)
+        return sent
+
+    @property
+    def slow(self) -> bool:
+        """One block takes so long that a client would notice."""
+        return self._cache.on_host and self.transport == "tcp" and self.block_s > SLOW_BLOCK_S
+
+    def _patch(self, source: int, target: int, owner: int) -> int:
+        """Sends what has changed in a block since it was sent for this owner; all of it, the first time."""
+        shadow = self._shadows.get((target, owner))
+        current = self._cache.read(source)
+        frames = self._channels[0]
+        if shadow is None:
+            frames.send(Write(self._session, [target], len(current)))
+            frames.sock.sendall(current)
+            self._shadows[target, owner] = current
+            sent = len(current)
+        else:
+            patch = patch_of(current, shadow)
+            frames.send(Patch(self._session, target, len(patch)))
+            frames.sock.sendall(patch)
+            sent = len(patch)
+        self._until_written(frames)
+        return sent
+
+    def _send_whole(self, source: list[int], target: list[int], urgent: bool) -> int:
         bytes_per_s = math.inf if urgent else self._bytes_per_s
+        started = time.monotonic()
         parts = self._shares(len(source))
         if len(parts) == 1:
             self._write(self._channels[0], source, target, bytes_per_s)
@@ -123,6 +178,7 @@ class Sender:
             ]
             for one in written:
                 one.result()
+        self.block_s = (time.monotonic() - started) / len(source)
         return len(source) * self._cache.block_bytes
 
     def _shares(self, count: int) -> list[slice]:

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from vllm_plugin.messages import AllowSession, Probe, Probed, Push, Pushed, RevokeSession, decode_data
 from vllm_plugin.wire import FrameSocket
 
-__all__ = ["Workers"]
+__all__ = ["Blocks", "Workers"]
+
+
+@dataclass
+class Blocks:
+    """What one push has to do (`vllm_plugin.messages.Push`): lists of block ids of A and of B, and the rest."""
+
+    source: list[int] = field(default_factory=list)
+    target: list[int] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+    open: list[tuple[int, int, int]] = field(default_factory=list)
+    generators: list[str] = field(default_factory=list)
+    urgent: bool = False
+
+    def add(self, source: list[int], target: list[int], owner: int) -> None:
+        """Blocks of one request, or of one choice of it."""
+        self.source += source
+        self.target += target
+        self.owners += [owner] * len(source)
 
 
 class Workers:
@@ -46,19 +65,8 @@ class Workers:
         for connection in self._control:
             connection.ask(RevokeSession(next(self._numbers), session))
 
-    def push(
-        self,
-        session: str,
-        host: str,
-        ports: list[int],
-        source_blocks: list[int],
-        target_blocks: list[int],
-        generators: list[str],
-        urgent: bool = False,
-    ) -> tuple[int, dict[str, bytes]]:
+    def push(self, session: str, host: str, ports: list[int], blocks: Blocks) -> tuple[int, dict[str, bytes]]:
         """Sends blocks rank to rank and reads generator states; returns (bytes sent, state by request id).
-
-        `urgent`: requests are frozen and wait for it.
 
         Raises:
             ConnectionError: a worker could not deliver; nothing is known about the blocks on the other side.
@@ -66,7 +74,12 @@ class Workers:
         sent = 0
         states: dict[str, bytes] = {}
         for connection, port in zip(self._pushes, ports, strict=True):
-            message = Push(next(self._numbers), session, host, port, source_blocks, target_blocks, generators, urgent)
+            message = Push(
+                next(self._numbers),
+                *(session, host, port),
+                *(blocks.source, blocks.target, blocks.generators),
+                *(blocks.owners, blocks.urgent, blocks.open),
+            )
             answer = connection.ask(message)
             if not isinstance(answer, Pushed) or not answer.ok:
                 reason = answer.message if isinstance(answer, Pushed) else "unexpected answer of the worker"

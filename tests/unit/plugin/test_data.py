@@ -20,6 +20,7 @@ from vllm_plugin.messages import (
     AllowSession,
     Answer,
     Memory,
+    Patch,
     Probe,
     Probed,
     Push,
@@ -66,9 +67,11 @@ class Side:
     def revoke(self, session: str) -> None:
         assert isinstance(self.ask(lambda call: RevokeSession(call, session)), Answer)
 
-    def push(self, other: Side, source: list[int], target: list[int], generators: tuple[str, ...] = ()) -> Pushed:
+    def push(
+        self, other: Side, source: list[int], target: list[int], generators: tuple[str, ...] = (), **more: Any
+    ) -> Pushed:
         port = other.server.port
-        answer = self.ask(lambda call: Push(call, "s", "127.0.0.1", port, source, target, list(generators)))
+        answer = self.ask(lambda call: Push(call, "s", "127.0.0.1", port, source, target, list(generators), **more))
         assert isinstance(answer, Pushed)
         return answer
 
@@ -106,6 +109,54 @@ def test_it_says_what_carried_the_blocks_and_how_fast_the_way_is(sides: tuple[Si
     assert isinstance(probed, Probed) and probed.ok, probed
     assert probed.transport == expected and probed.bytes_per_s > 0 and probed.block_s > 0
     assert bool(probed.reason) == (expected == "tcp")
+
+
+@pytest.fixture
+def slow_link(monkeypatch: pytest.MonkeyPatch) -> tuple[Side, Side]:
+    monkeypatch.setattr("vllm_plugin.sending.SLOW_BLOCK_S", 0.0)
+    a, b = Side(1.0), Side(-1.0)
+    b.allow("s")
+    # The first whole blocks show how slow the link is.
+    assert a.push(b, [1], [1], owners=[1]).ok
+    return a, b
+
+
+def test_over_a_slow_link_an_open_block_is_sent_ahead_and_then_only_what_changed(slow_link: tuple[Side, Side]):
+    a, b = slow_link
+    size = a.server._cache.block_bytes
+    assert a.push(b, [], [], open=[(2, 5, 7)]).sent_bytes == size
+    a.layers[LAYERS[1]][2, 0, 1] = 3.5
+    changed = a.push(b, [], [], open=[(2, 5, 7)])
+    assert changed.ok and 0 < changed.sent_bytes <= 80
+    assert torch.equal(b.layers[LAYERS[1]][5], a.layers[LAYERS[1]][2])
+    a.layers[LAYERS[0]][2, 1, 2] = -8
+    # It is full now, and comes a last time.
+    last = a.push(b, [3, 2], [6, 5], owners=[7, 7], urgent=True)
+    assert size < last.sent_bytes <= size + 80
+    assert all(torch.equal(b.layers[name][[5, 6]], a.layers[name][[2, 3]]) for name in LAYERS)
+    assert not a.server._senders["s"]._shadows
+
+
+def test_what_was_sent_ahead_is_of_no_use_for_another_request_in_the_same_place(slow_link: tuple[Side, Side]):
+    a, b = slow_link
+    assert a.push(b, [], [], open=[(2, 5, 7)]).ok
+    # B has given block 5 to somebody else meanwhile.
+    for layer in b.layers.values():
+        layer[5] = 99.0
+    assert a.push(b, [2], [5], owners=[8], urgent=True).sent_bytes == a.server._cache.block_bytes
+    assert all(torch.equal(b.layers[name][5], a.layers[name][2]) for name in LAYERS)
+
+
+def test_a_patch_that_lies_about_itself(slow_link: tuple[Side, Side]):
+    _, b = slow_link
+    before = [layer.clone() for layer in b.layers.values()]
+    for block, content, code in ((5, b"\xff" * 3, "size_mismatch"), (0, b"\x00" * 8, "bad_block")):
+        liar = _worker(b)
+        liar.send(Patch("s", block, len(content)))
+        liar.sock.sendall(content)
+        answer = decode_data(liar.receive_body())
+        assert isinstance(answer, Written) and (answer.ok, answer.code) == (False, code)
+    assert all(torch.equal(now, then) for now, then in zip(b.layers.values(), before, strict=True))
 
 
 @pytest.mark.parametrize("asks", [0, 1])
