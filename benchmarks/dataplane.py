@@ -91,7 +91,7 @@ class Worker:
 
     def push(self, other: Worker, source: list[int], target: list[int]) -> str:
         """Returns the transport. Raises: RuntimeError."""
-        pushed = self.ask(Push(next(self.calls), "s", HOST, other.port, source, target, [], True))
+        pushed = self.ask(Push(next(self.calls), "s", HOST, other.port, source, target, [], urgent=True))
         if not isinstance(pushed, Pushed) or not pushed.ok:
             raise RuntimeError(f"the blocks did not arrive: {pushed}")
         return pushed.transport

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
+from vllm_plugin.rdma import Nixl
 from vllm_plugin.wire import ProtocolError
 
 __all__ = ["KVCache", "flat_bytes"]
@@ -39,12 +41,17 @@ class KVCache:
         # directly.
         self._flat = [flat_bytes(tensor) for tensor in self._tensors] if self.on_host else []
 
+    @cached_property
+    def nixl(self) -> Nixl:
+        """The agent that lets others read these tensors. Raises: ProtocolError `transport_unavailable`."""
+        return Nixl(self._tensors)
+
     def shape(self) -> list[int]:
         return list(self._tensors[0].shape[1:]) if self._tensors else []
 
     @property
     def addresses(self) -> list[int]:
-        """Where block 0 of each layer lies in this process's memory. Host memory only."""
+        """Where block 0 of each layer lies in this process's memory."""
         return [tensor.data_ptr() for tensor in self._tensors]
 
     def check(self, blocks: list[int]) -> None:

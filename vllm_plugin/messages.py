@@ -28,7 +28,7 @@ __all__ = [
     "GrownItem",
     "LogprobRows",
     "Measure",
-    "Memory",
+    "Offer",
     "OpenSession",
     "Parked",
     "Patch",
@@ -353,19 +353,24 @@ class Reach(msgspec.Struct, tag="reach"):
     bytes_per_s: float
 
 
-class Memory(msgspec.Struct, tag="memory"):
-    """Worker A -> worker B, for transport `memory`: addresses of block 0 of each layer and bytes of one block of each.
-    At `check_address` lies `check`: B reads it to see whether it can."""
+class Offer(msgspec.Struct, tag="offer"):
+    """Worker A -> worker B, for transports by which B reads A's memory: addresses of block 0 of each layer and bytes of
+    one block of each.
 
-    check_address: int
-    check: bytes
+    For `memory`, `check` lies at `check_address`: B reads it to see whether it can. For `rdma`, `agent` is what NIXL
+    needs to know of A's agent.
+    """
+
     addresses: list[int]
     sizes: list[int]
+    check_address: int = 0
+    check: bytes = b""
+    agent: bytes = b""
 
 
 class Reached(msgspec.Struct, tag="reached"):
-    """B -> A: the transport of this connection; `message`: why no faster one. With `memory` and `pid`, A lets that
-    process read and sends `Memory`."""
+    """B -> A: the transport of this connection; `message`: why no faster one. To `memory` and `rdma` A answers with an
+    `Offer`, and for `memory` lets process `pid` read; then comes the final `Reached`."""
 
     transport: str
     same_host: bool
@@ -414,7 +419,7 @@ DataMessage = (
     | Probe
     | Probed
     | Reach
-    | Memory
+    | Offer
     | Reached
     | Measure
     | Write

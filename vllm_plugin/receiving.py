@@ -8,13 +8,14 @@ import os
 import socket
 import threading
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from vllm_plugin import memory
 from vllm_plugin.kv_cache import KVCache, flat_bytes
-from vllm_plugin.messages import Measure, Memory, Patch, Reach, Reached, Write, Written, decode_data
+from vllm_plugin.messages import Measure, Offer, Patch, Reach, Reached, Write, Written, decode_data
 from vllm_plugin.pacing import CHUNK, Pace
 from vllm_plugin.patching import apply_patch
 from vllm_plugin.wire import FrameSocket, ProtocolError
@@ -30,13 +31,30 @@ VECTOR = 256
 MEASURE_LIMIT = 1024 * 1024 * 1024
 
 
+class Reader(Protocol):
+    """A transport by which B reads A's memory. `remote`, `local`: pieces as `vllm_plugin.memory.vectors` makes them.
+
+    Raises:
+        OSError, ProtocolError: not all could be read.
+    """
+
+    def __call__(self, remote: Any, local: Any) -> int: ...
+
+
 @dataclass
 class _Way:
-    """What is agreed on one connection. `pid`, `addresses`: where A's blocks lie, for the transport `memory`.
-    `nowhere`: where measured blocks go, layer by layer."""
+    """What is agreed on one connection.
 
-    transport: str = "tcp"
+    Attributes:
+        pid: A's process, for the transport `memory`.
+        reader, addresses: how to read A's blocks, and where they lie; without a reader their bytes follow over TCP.
+        registers: the reader writes only into registered memory (NIXL).
+        nowhere: where measured blocks go, layer by layer.
+    """
+
     pid: int = 0
+    reader: Reader | None = None
+    registers: bool = False
     addresses: list[int] = field(default_factory=list)
     bytes_per_s: float = math.inf
     nowhere: list[torch.Tensor] = field(default_factory=list)
@@ -75,8 +93,8 @@ class Receiver:
             try:
                 if isinstance(message, Reach):
                     frames.send(self._reach(message, way))
-                elif isinstance(message, Memory):
-                    frames.send(self._remember(message, way))
+                elif isinstance(message, Offer):
+                    frames.send(self._accept(message, way))
                 elif isinstance(message, Measure):
                     self._measure(frames, message, way)
                     frames.send(Written(True))
@@ -98,6 +116,10 @@ class Receiver:
         way.bytes_per_s = min(way.bytes_per_s, reach.bytes_per_s)
         host = memory.host_identity()
         same_host = bool(host) and host == reach.host
+        if "rdma" in (reach.backend, self._backend):
+            # Raises where it is not to be had: somebody has asked for just this.
+            _ = self._cache.nixl
+            return Reached("rdma", same_host)
         if not self._cache.on_host or not reach.host:
             return Reached("tcp", same_host, "the KV cache lies in device memory")
         if "tcp" in (reach.backend, self._backend):
@@ -107,10 +129,18 @@ class Receiver:
         way.pid = reach.pid
         return Reached("memory", same_host, pid=os.getpid())
 
-    def _remember(self, offer: Memory, way: _Way) -> Reached:
-        """Whether A's memory can really be read: in containers, and with some kernels, it cannot."""
+    def _accept(self, offer: Offer, way: _Way) -> Reached:
         if offer.sizes != self._cache.bytes_per_layer or len(offer.addresses) != len(offer.sizes):
             raise ProtocolError("size_mismatch", "the source's layers have other block sizes")
+        if not offer.agent:
+            return self._try_memory(offer, way)
+        name = self._cache.nixl.meet(offer.agent)
+        way.addresses, way.registers = offer.addresses, True
+        way.reader = lambda remote, local: self._cache.nixl.read(name, remote, local)
+        return Reached("rdma", False)
+
+    def _try_memory(self, offer: Offer, way: _Way) -> Reached:
+        """Whether A's memory can really be read: in containers, and with some kernels, it cannot."""
         found = np.zeros(len(offer.check), np.uint8)
         try:
             memory.read(
@@ -122,7 +152,8 @@ class Receiver:
             return Reached("tcp", True, f"the source's memory cannot be read: {error.strerror or error}")
         if found.tobytes() != offer.check:
             return Reached("tcp", True, "the source's process id names another process here")
-        way.transport, way.addresses = "memory", offer.addresses
+        way.addresses = offer.addresses
+        way.reader = lambda remote, local: memory.read(way.pid, remote, local)
         return Reached("memory", True)
 
     # -- blocks --------------------------------------------------------------------------------------------------------
@@ -130,10 +161,10 @@ class Receiver:
     def _write(self, frames: FrameSocket, write: Write, way: _Way) -> None:
         self._begin_write(write, frames)
         try:
-            if way.transport == "memory":
+            if way.reader is not None:
                 if len(write.source_blocks) != len(write.blocks):
                     raise ProtocolError("size_mismatch", "as many source blocks as target blocks are needed")
-                self._read_blocks(write, way)
+                self._read_blocks(write, way, way.reader)
             else:
                 self._receive_blocks(frames, write.blocks)
         finally:
@@ -177,13 +208,13 @@ class Receiver:
                 del self._writing[session]
                 self._idle.notify_all()
 
-    def _read_blocks(self, write: Write, way: _Way) -> None:
+    def _read_blocks(self, write: Write, way: _Way, reader: Reader) -> None:
         sizes = self._cache.bytes_per_layer
         remote = memory.vectors(way.addresses, sizes, write.source_blocks)
         local = memory.vectors(self._cache.addresses, sizes, write.blocks)
-        self._read_memory(way, remote, local, math.inf if write.urgent else way.bytes_per_s, write.session)
+        self._read_memory(reader, remote, local, math.inf if write.urgent else way.bytes_per_s, write.session)
 
-    def _read_memory(self, way: _Way, remote: object, local: object, bytes_per_s: float, session: str) -> None:
+    def _read_memory(self, reader: Reader, remote: Any, local: Any, bytes_per_s: float, session: str) -> None:
         """In pieces, between which it rests and sees whether the session has been revoked."""
         pace = Pace(bytes_per_s)
         done = 0
@@ -191,7 +222,7 @@ class Receiver:
             if session and session not in self._allowed:
                 raise ProtocolError("unknown_session", "the session was revoked")
             try:
-                done += memory.read(way.pid, remote[part], local[part])  # type: ignore[index]
+                done += reader(remote[part], local[part])
             except OSError as error:
                 raise ProtocolError("source_unreadable", error.strerror or str(error)) from error
             pace.rest(done)
@@ -217,12 +248,14 @@ class Receiver:
         if not way.nowhere or way.nowhere[0].numel() != len(measure.blocks) * sizes[0]:
             # One layer's blocks lie together here, as in a cache.
             way.nowhere = [torch.zeros(len(measure.blocks) * layer, dtype=torch.uint8) for layer in sizes]
-        if way.transport != "memory":
+            if way.registers:
+                self._cache.nixl.register(way.nowhere)
+        if way.reader is None:
             receive_all(frames.sock, [memoryview(layer.numpy()) for layer in way.nowhere])
             return
         remote = memory.vectors(way.addresses, sizes, measure.blocks)
         local = memory.vectors([layer.data_ptr() for layer in way.nowhere], sizes, list(range(len(measure.blocks))))
-        self._read_memory(way, remote, local, math.inf, "")
+        self._read_memory(way.reader, remote, local, math.inf, "")
 
 
 def receive_all(sock: socket.socket, views: list[memoryview]) -> None:
@@ -239,9 +272,9 @@ def receive_all(sock: socket.socket, views: list[memoryview]) -> None:
             views[first] = views[first][count:]
 
 
-def _chunks(pieces: object) -> list[slice]:
+def _chunks(pieces: Any) -> list[slice]:
     """Slices of pieces with about `CHUNK` bytes each."""
-    ends = np.cumsum(pieces["size"])  # type: ignore[index]
+    ends = np.cumsum(pieces["size"])
     slices, start = [], 0
     while start < len(ends):
         before = int(ends[start - 1]) if start else 0

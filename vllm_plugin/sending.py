@@ -16,7 +16,7 @@ import numpy as np
 
 from vllm_plugin import memory
 from vllm_plugin.kv_cache import KVCache
-from vllm_plugin.messages import Measure, Memory, Patch, Reach, Reached, Write, Written, decode_data
+from vllm_plugin.messages import Measure, Offer, Patch, Reach, Reached, Write, Written, decode_data
 from vllm_plugin.pacing import Pace
 from vllm_plugin.patching import patch_of
 from vllm_plugin.wire import FrameSocket, ProtocolError
@@ -87,19 +87,25 @@ class Sender:
     def _reach(self, frames: FrameSocket, backend: str) -> None:
         """Agrees with B on a transport."""
         host = memory.host_identity() if self._cache.on_host else ""
+        # What was asked for and cannot be had is an error, and not a reason to take something else.
+        agent = self._cache.nixl.metadata if backend == "rdma" else b""
         reached = self._ask(frames, Reach(self._session, host, os.getpid(), backend, self._bytes_per_s))
+        offer = Offer(self._cache.addresses, self._cache.bytes_per_layer)
         if reached.transport == "memory":
             memory.let_read(reached.pid)
             # B reads this once: whoever reads it right can read the blocks too.
-            check = secrets.token_bytes(32)
-            held = np.frombuffer(bytearray(check), np.uint8)
-            reached = self._ask(
-                frames, Memory(int(held.ctypes.data), check, self._cache.addresses, self._cache.bytes_per_layer)
-            )
+            offer.check = secrets.token_bytes(32)
+            held = np.frombuffer(bytearray(offer.check), np.uint8)
+            offer.check_address = int(held.ctypes.data)
+            reached = self._ask(frames, offer)
+        elif reached.transport == "rdma":
+            offer.agent = agent or self._cache.nixl.metadata
+            reached = self._ask(frames, offer)
+        self._reads = reached.transport in ("memory", "rdma")
         self.transport, self.reason, self._same_host = reached.transport, reached.message, reached.same_host
 
     @staticmethod
-    def _ask(frames: FrameSocket, message: Reach | Memory) -> Reached:
+    def _ask(frames: FrameSocket, message: Reach | Offer) -> Reached:
         frames.send(message)
         answer = decode_data(frames.receive_body())
         if isinstance(answer, Written):
@@ -183,15 +189,14 @@ class Sender:
 
     def _shares(self, count: int) -> list[slice]:
         """Which blocks go over which connection."""
-        streams = 1 if self.transport == "memory" or self._same_host else min(STREAMS, count)
+        streams = 1 if self._reads or self._same_host else min(STREAMS, count)
         size = -(-count // streams)
         return [slice(start, start + size) for start in range(0, count, size)]
 
     def _write(self, frames: FrameSocket, source: list[int], target: list[int], bytes_per_s: float) -> None:
         size = len(source) * self._cache.block_bytes
-        by_memory = self.transport == "memory"
-        frames.send(Write(self._session, target, size, source if by_memory else [], math.isinf(bytes_per_s)))
-        if not by_memory:
+        frames.send(Write(self._session, target, size, source if self._reads else [], math.isinf(bytes_per_s)))
+        if not self._reads:
             self._send_bytes(frames.sock, source, Pace(bytes_per_s))
         self._until_written(frames)
 
@@ -234,7 +239,7 @@ class Sender:
         frames = self._channels[0]
         started = time.monotonic()
         frames.send(Measure(blocks))
-        if self.transport != "memory":
+        if not self._reads:
             self._send_bytes(frames.sock, blocks, Pace(math.inf))
         self._until_written(frames)
         return time.monotonic() - started

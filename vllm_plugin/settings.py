@@ -16,8 +16,8 @@ from typing import Literal, cast
 __all__ = ["PluginSettings", "migration_requested"]
 
 InstanceType = Literal["A", "B"]
-#: `tcp_shm`: on one host the target reads the source's memory, between hosts TCP. `tcp`: TCP everywhere.
-TRANSFER_BACKENDS = ("tcp_shm", "tcp")
+#: `tcp_shm`: on one host the target reads the source's memory, between hosts TCP. `tcp`: TCP everywhere. `rdma`: NIXL.
+TRANSFER_BACKENDS = ("tcp_shm", "tcp", "rdma")
 
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 

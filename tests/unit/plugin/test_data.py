@@ -19,7 +19,7 @@ from vllm_plugin.kv_cache import KVCache
 from vllm_plugin.messages import (
     AllowSession,
     Answer,
-    Memory,
+    Offer,
     Patch,
     Probe,
     Probed,
@@ -160,6 +160,18 @@ def test_a_patch_that_lies_about_itself(slow_link: tuple[Side, Side]):
 
 
 @pytest.mark.parametrize("asks", [0, 1])
+def test_nixl_that_is_asked_for_and_not_there_is_an_error(asks: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("vllm_plugin.rdma._PACKAGES", ())
+    backends = ["tcp_shm", "tcp_shm"]
+    backends[asks] = "rdma"
+    a, b = (Side(fill, backend) for fill, backend in zip((1.0, -1.0), backends, strict=True))
+    b.allow("s")
+    refused = a.push(b, [2], [5])
+    assert not refused.ok and "NIXL" in refused.message
+    assert all((layer == -1.0).all() for layer in b.layers.values())
+
+
+@pytest.mark.parametrize("asks", [0, 1])
 def test_either_side_can_ask_for_tcp(asks: int):
     backends = ["", ""]
     backends[asks] = "tcp"
@@ -205,7 +217,7 @@ def test_a_source_that_lies_about_its_memory_spoils_nothing():
     liar.send(Reach("s", memory.host_identity(), os.getpid(), "", 1e12))
     reached = decode_data(liar.receive_body())
     assert isinstance(reached, Reached) and reached.transport == "memory"
-    liar.send(Memory(held.data_ptr(), held.numpy().tobytes(), [4096, 8192], cache.bytes_per_layer))
+    liar.send(Offer([4096, 8192], cache.bytes_per_layer, held.data_ptr(), held.numpy().tobytes()))
     assert decode_data(liar.receive_body()) == Reached("memory", True)
     liar.send(Write("s", [5], cache.block_bytes, [2]))
     answer = decode_data(liar.receive_body())
