@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import multiprocessing
 import random
@@ -31,6 +30,7 @@ import torch
 from vllm_plugin.data import DataServer
 from vllm_plugin.kv_cache import KVCache
 from vllm_plugin.messages import AllowSession, Push, Pushed, RevokeSession, decode_data
+from vllm_plugin.rdma import available
 from vllm_plugin.receiving import receive_all
 from vllm_plugin.wire import FrameSocket
 
@@ -171,9 +171,11 @@ def measure(piece_bytes: int, blocks: int) -> dict[str, dict[str, float]]:
     turn."""
     source, target = scattered(blocks)
     memcpy, bare = Memcpy(piece_bytes, blocks), BareSockets(piece_bytes, blocks)
-    workers = [Worker(piece_bytes, blocks, backend) for backend in ("tcp_shm", "tcp", "tcp_shm")]
+    backends = ["tcp_shm", "tcp_shm", "tcp", *(["rdma"] if available() else [])]
     with contextlib.ExitStack() as stack:
-        by_memory, by_tcp, receiver = (stack.enter_context(worker) for worker in workers)
+        receiver, by_memory, by_tcp, *by_nixl = (
+            stack.enter_context(Worker(piece_bytes, blocks, backend)) for backend in backends
+        )
         receiver.ask(AllowSession(1, "s"))
         ways = {
             "memcpy": memcpy.copy,
@@ -181,6 +183,8 @@ def measure(piece_bytes: int, blocks: int) -> dict[str, dict[str, float]]:
             "socket": bare.copy,
             "tcp": lambda here, there: _must(by_tcp.push(receiver, here, there), "tcp"),
         }
+        for worker in by_nixl:
+            ways["nixl"] = lambda here, there: _must(worker.push(receiver, here, there), "rdma")
         found: dict[str, dict[str, list[float]]] = {name: {"all": [], "one": []} for name in ways}
         for repeat in range(REPEATS + 1):
             for name, copy in ways.items():
@@ -202,10 +206,10 @@ def _must(transport: str, wanted: str) -> None:
 def result(seconds: dict[str, dict[str, float]], size: int) -> dict[str, Any]:
     rate = {name: size / one["all"] / 1e9 for name, one in seconds.items()}
     return {
+        "nixl_gb_per_s": None,
         **{f"{name}_gb_per_s": round(value, 2) for name, value in rate.items()},
         "memory_share": round(rate["memory"] / rate["memcpy"], 2),
         "tcp_share": round(rate["tcp"] / rate["socket"], 2),
-        "nixl_gb_per_s": None,
         "block_us": {name: round(one["one"] * 1e6) for name, one in seconds.items()},
     }
 
@@ -221,7 +225,7 @@ def main() -> int:
         line = result(measure(kib * 1024, blocks), blocks // 2 * kib * 1024 * LAYERS)
         print(f"pieces of {kib} KiB, {blocks // 2} blocks of {LAYERS} layers: {json.dumps(line)}", file=sys.stderr)
         lines.append(line)
-    if importlib.util.find_spec("nixl") is None:
+    if not available():
         print("NIXL is not installed: not measured", file=sys.stderr)
     print(json.dumps(lines[0]))
     return 0

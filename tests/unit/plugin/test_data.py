@@ -76,7 +76,7 @@ class Side:
         return answer
 
 
-@pytest.fixture(params=["tcp", "tcp_shm"])
+@pytest.fixture(params=["tcp", "tcp_shm", "rdma"])
 def sides(request: pytest.FixtureRequest) -> Iterator[tuple[Side, Side]]:
     a, b = Side(1.0, request.param), Side(-1.0, request.param)
     for index in range(BLOCKS):
@@ -103,7 +103,7 @@ def test_blocks_arrive_where_they_belong_and_nowhere_else(sides: tuple[Side, Sid
 def test_it_says_what_carried_the_blocks_and_how_fast_the_way_is(sides: tuple[Side, Side]):
     a, b = sides
     b.allow("s")
-    expected = "memory" if b.server._backend == "tcp_shm" else "tcp"
+    expected = {"tcp_shm": "memory"}.get(b.server._backend, b.server._backend)
     assert a.push(b, [2], [5]).transport == expected
     probed = a.ask(lambda call: Probe(call, "127.0.0.1", b.server.port))
     assert isinstance(probed, Probed) and probed.ok, probed
