@@ -183,8 +183,8 @@ def measure(piece_bytes: int, blocks: int) -> dict[str, dict[str, float]]:
             "socket": bare.copy,
             "tcp": lambda here, there: _must(by_tcp.push(receiver, here, there), "tcp"),
         }
-        for worker in by_nixl:
-            ways["nixl"] = lambda here, there: _must(worker.push(receiver, here, there), "rdma")
+        if by_nixl:
+            ways["nixl"] = lambda here, there: _must(by_nixl[0].push(receiver, here, there), "rdma")
         found: dict[str, dict[str, list[float]]] = {name: {"all": [], "one": []} for name in ways}
         for repeat in range(REPEATS + 1):
             for name, copy in ways.items():
