@@ -18,7 +18,7 @@ from benchmarks.failure_rig import Rig
 from benchmarks.live_migration import Migration, Panel, until_all_have
 from benchmarks.streams import run_requests
 
-__all__ = ["Cut", "Shot", "shoot"]
+__all__ = ["Cut", "Shot", "cuts_of", "shoot"]
 
 #: Tokens of a KV block in all measured instances.
 BLOCK_TOKENS = 128
@@ -78,7 +78,7 @@ class Shot:
 
     @property
     def cuts(self) -> list[Cut]:
-        return [cut for answer in self.answers for cut in _cuts(answer, self.rows)]
+        return [cut for answer in self.answers for cut in cuts_of(answer, self.rows)]
 
     def bystander_pauses(self) -> list[float]:
         """The longest pause of each stream that stood by, in its own median times between tokens: those of the target,
@@ -186,7 +186,7 @@ def _near(answer: Answer, rows: Sequence[dict[str, Any]]) -> dict[int, int]:
     return found
 
 
-def _cuts(answer: Answer, rows: Sequence[dict[str, Any]]) -> list[Cut]:
+def cuts_of(answer: Answer, rows: Sequence[dict[str, Any]]) -> list[Cut]:
     spacing, near, moved = _spacing(answer), _near(answer, rows), _moved(answer, rows)
     ordinary = [pause for index, (_, pause) in enumerate(spacing) if index not in near]
     if not ordinary:
