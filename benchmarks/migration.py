@@ -22,6 +22,7 @@ from pathlib import Path
 from benchmarks.answers import Request
 from benchmarks.demo_models import chat_model
 from benchmarks.failure_rig import Rig
+from benchmarks.migration_document import write_document
 from benchmarks.migration_figures import figures, table
 from benchmarks.migration_shots import Shot, shoot
 from benchmarks.streams import sized_request
@@ -140,10 +141,15 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer and smaller loads: under 6 minutes")
     parser.add_argument("--only", action="append", default=[], choices=list(SCENARIOS))
     parser.add_argument("--port", type=int, default=8600, help="first of the ports to use")
+    parser.add_argument("--write", type=Path, help="document to write, for example docs/benchmarks.md")
     parser.add_argument("--keep-logs", type=Path, help="folder that gets the logs of all processes")
     arguments = parser.parse_args()
     shots = asyncio.run(measure(arguments))
-    print(json.dumps(figures(shots)))
+    found = figures(shots)
+    if arguments.write:
+        command = "python -m benchmarks.migration" + (" --quick" if arguments.quick else "")
+        write_document(arguments.write, shots, found, f"{command} --write docs/benchmarks.md")
+    print(json.dumps(found))
     return 0 if shots and all(shot.exact for shot in shots) else 1
 
 

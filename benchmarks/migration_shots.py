@@ -18,7 +18,7 @@ from benchmarks.failure_rig import Rig
 from benchmarks.live_migration import Migration, Panel, until_all_have
 from benchmarks.streams import run_requests
 
-__all__ = ["Cut", "Shot", "cuts_of", "shoot"]
+__all__ = ["Cut", "Shot", "cuts_of", "shoot", "switch_times"]
 
 #: Tokens of a KV block in all measured instances.
 BLOCK_TOKENS = 128
@@ -184,6 +184,16 @@ def _near(answer: Answer, rows: Sequence[dict[str, Any]]) -> dict[int, int]:
                 found[index - 1] = place
             delivered += count
     return found
+
+
+def switch_times(answer: Answer, rows: Sequence[dict[str, Any]]) -> list[float]:
+    """When the client got its first token from the target, for each move: the end of the longest pause around the
+    cut."""
+    spacing, near = _spacing(answer), _near(answer, rows)
+    at: dict[int, list[int]] = {}
+    for index, place in near.items():
+        at.setdefault(place, []).append(index)
+    return [spacing[max(indexes, key=lambda index: spacing[index][1])][0] for indexes in at.values()]
 
 
 def cuts_of(answer: Answer, rows: Sequence[dict[str, Any]]) -> list[Cut]:
