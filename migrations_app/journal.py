@@ -31,6 +31,7 @@ def note_round(
 ) -> MigrationRound:
     """Stores one finished round with its event. A round that is already stored is only updated."""
     blocks, size = int(answer["blocks"]), int(answer["bytes"])
+    way = f" by {answer['transport']}" if blocks and answer.get("transport") else ""
     with transaction.atomic():
         row, _ = MigrationRound.objects.update_or_create(
             job_id=job_id,
@@ -52,7 +53,7 @@ def note_round(
             round_index=index,
             data_size_bytes=size,
             block_count=blocks,
-            message=f"Round {index}: {blocks} blocks, {row.dirty_blocks} became ready meanwhile",
+            message=f"Round {index}: {blocks} blocks{way}, {row.dirty_blocks} became ready meanwhile",
         )
         transaction.on_commit(lambda: publisher.round_recorded(row), robust=True)
     return row

@@ -36,6 +36,7 @@ def run_round(session: SourceSession, number: int) -> dict[str, Any]:
         "hit_blocks": sum((member.hit_tokens or 0) // block_size for member in first),
         "dirty_blocks": dirty,
         "duration_s": time.monotonic() - started,
+        "transport": session.engine.workers.transport,
         "attached": len(moves),
         "finished": [move.request_id for move in ended if move.state == "finished"],
         "failed": [
