@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import random
@@ -29,6 +30,7 @@ import torch
 
 from vllm_plugin.data import DataServer
 from vllm_plugin.kv_cache import KVCache
+from vllm_plugin.memory import vectors
 from vllm_plugin.messages import AllowSession, Push, Pushed, RevokeSession, decode_data
 from vllm_plugin.rdma import available
 from vllm_plugin.receiving import receive_all
@@ -121,8 +123,12 @@ class Memcpy:
         self._from, self._to = cache_of(piece_bytes, blocks, 1.0), cache_of(piece_bytes, blocks, 0.0)
 
     def copy(self, source: list[int], target: list[int]) -> None:
-        for there, here in zip(self._to.buffers(target), self._from.buffers(source), strict=True):
-            there[:] = here
+        sizes = self._from.bytes_per_layer
+        here, there = vectors(self._from.addresses, sizes, source), vectors(self._to.addresses, sizes, target)
+        for to, from_, size in zip(
+            there["address"].tolist(), here["address"].tolist(), here["size"].tolist(), strict=True
+        ):
+            ctypes.memmove(to, from_, size)
 
 
 def _drain(pipe: Connection, port: int, piece_bytes: int, blocks: int) -> None:
