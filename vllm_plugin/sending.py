@@ -31,8 +31,8 @@ STREAMS = 4
 #: A block that takes longer is sent ahead of the handover, while it is still being written.
 SLOW_BLOCK_S = 0.005
 #: A measurement copies for about that long, and no more than so many bytes.
-MEASURE_S = 0.2
-MEASURE_BYTES = 256 * 1024 * 1024
+MEASURE_S = 0.02
+MEASURE_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
