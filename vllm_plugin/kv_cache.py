@@ -14,6 +14,8 @@ from vllm_plugin.wire import ProtocolError
 
 __all__ = ["KVCache", "flat_bytes"]
 
+PAGE = 4096
+
 
 class KVCache:
     """This worker's KV cache, by layer name.
@@ -66,6 +68,13 @@ class KVCache:
             for start, end in _runs(blocks):
                 views.append(memoryview(flat[start * size : end * size]))
         return views
+
+    def touch(self) -> None:
+        """Makes the kernel give every page now, and not while a client waits: host memory is given at the first write,
+        and in a virtual machine that can take seconds for a gigabyte. Only before the first request."""
+        for flat in self._flat:
+            pages = flat[::PAGE]
+            pages[:] = pages.copy()
 
     def read(self, block: int) -> Any:
         """A copy of one block's bytes, in wire order. Host memory only."""

@@ -49,7 +49,6 @@ class _Way:
         pid: A's process, for the transport `memory`.
         reader, addresses: how to read A's blocks, and where they lie; without a reader their bytes follow over TCP.
         registers: the reader writes only into registered memory (NIXL).
-        nowhere: where measured blocks go, layer by layer.
     """
 
     pid: int = 0
@@ -57,7 +56,6 @@ class _Way:
     registers: bool = False
     addresses: list[int] = field(default_factory=list)
     bytes_per_s: float = math.inf
-    nowhere: list[torch.Tensor] = field(default_factory=list)
 
 
 class Receiver:
@@ -72,6 +70,9 @@ class Receiver:
         self._incoming: dict[str, list[FrameSocket]] = {}
         self._writing: dict[str, int] = {}
         self._idle = threading.Condition(self._lock)
+        self._measuring = threading.Lock()
+        self._scratch: list[torch.Tensor] = []
+        self._scratch_registered = False
 
     def allow(self, session: str) -> None:
         with self._lock:
@@ -245,17 +246,27 @@ class Receiver:
         if size > MEASURE_LIMIT:
             raise ProtocolError("size_mismatch", f"a measurement may have {MEASURE_LIMIT} bytes, not {size}")
         sizes = self._cache.bytes_per_layer
-        if not way.nowhere or way.nowhere[0].numel() != len(measure.blocks) * sizes[0]:
-            # One layer's blocks lie together here, as in a cache.
-            way.nowhere = [torch.zeros(len(measure.blocks) * layer, dtype=torch.uint8) for layer in sizes]
-            if way.registers:
-                self._cache.nixl.register(way.nowhere)
-        if way.reader is None:
-            receive_all(frames.sock, [memoryview(layer.numpy()) for layer in way.nowhere])
-            return
-        remote = memory.vectors(way.addresses, sizes, measure.blocks)
-        local = memory.vectors([layer.data_ptr() for layer in way.nowhere], sizes, list(range(len(measure.blocks))))
-        self._read_memory(way.reader, remote, local, math.inf, "")
+        with self._measuring:
+            nowhere = self._nowhere(len(measure.blocks), way)
+            if way.reader is None:
+                receive_all(frames.sock, [memoryview(layer[:length].numpy()) for layer, length in nowhere])
+                return
+            remote = memory.vectors(way.addresses, sizes, measure.blocks)
+            places = list(range(len(measure.blocks)))
+            local = memory.vectors([layer.data_ptr() for layer, _ in nowhere], sizes, places)
+            self._read_memory(way.reader, remote, local, math.inf, "")
+
+    def _nowhere(self, count: int, way: _Way) -> list[tuple[torch.Tensor, int]]:
+        """Where measured blocks go, layer by layer as in a cache, with the bytes of so many blocks. Kept: to touch new
+        memory costs more than to copy."""
+        sizes = self._cache.bytes_per_layer
+        if not self._scratch or self._scratch[0].numel() < count * sizes[0]:
+            self._scratch = [torch.zeros(count * size, dtype=torch.uint8) for size in sizes]
+            self._scratch_registered = False
+        if way.registers and not self._scratch_registered:
+            self._cache.nixl.register(self._scratch)
+            self._scratch_registered = True
+        return [(layer, count * size) for layer, size in zip(self._scratch, sizes, strict=True)]
 
 
 def receive_all(sock: socket.socket, views: list[memoryview]) -> None:

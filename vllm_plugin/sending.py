@@ -32,7 +32,7 @@ STREAMS = 4
 SLOW_BLOCK_S = 0.005
 #: A measurement copies for about that long, and no more than so many bytes.
 MEASURE_S = 0.02
-MEASURE_BYTES = 64 * 1024 * 1024
+MEASURE_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ never passes here.
 from __future__ import annotations
 
 import hashlib
+import logging
+import time
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from vllm_plugin.data import DataServer
 from vllm_plugin.kv_cache import KVCache
 
 __all__ = ["MigrationWorker"]
+
+logger = logging.getLogger("vllm.vllm_hi.worker")
 
 #: Elements of each parameter that enter the weights' fingerprint.
 FINGERPRINT_SAMPLES = 16
@@ -32,6 +36,9 @@ class MigrationWorker:
         """Starts the data server (port `first_port` + rank, or a free one for 0; the rest as `DataServer` wants it) and
         describes this worker's KV cache."""
         cache = KVCache(_kv_layers(self.model_runner))
+        started = time.monotonic()
+        cache.touch()
+        logger.info("KV cache of %d blocks is in memory after %.1f s", cache.num_blocks, time.monotonic() - started)
         server = DataServer(
             cache,
             self.vllm_hi_generator_state,
