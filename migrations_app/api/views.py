@@ -72,6 +72,7 @@ class MigrationViewSet(mixins.ListModelMixin, mixins.RetrieveModelMixin, viewset
                 wish.validated_data["target"],
                 wish.validated_data["migration_type"],
                 request.user,
+                mode=wish.validated_data["mode"],
                 tn=wish.validated_data["tn"],
             )
         except services.MigrationRefused as refusal:
@@ -147,6 +148,7 @@ class SeedMigrateView(APIView):
                 data["dst_vllm_hi_id"],
                 data["migration_type"],
                 request.user,
+                mode=data["mode"],
                 tn=data["tn"],
                 target_tp=data.get("target_tp"),
                 target_pp=data.get("target_pp"),

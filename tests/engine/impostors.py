@@ -17,7 +17,7 @@ import msgspec
 from controlplane.serving import Instance
 from tests.engine.conftest import RunningStack
 from vllm_plugin.link import Link
-from vllm_plugin.messages import decode_data, decode_peer
+from vllm_plugin.messages import Reach, Reached, decode_data, decode_peer
 from vllm_plugin.wire import FrameSocket, LegOpened, OpenLeg, Producing, ProtocolError, Switched, decode_frame
 
 __all__ = ["ByHand", "Impostor", "Relay", "data_port"]
@@ -163,7 +163,8 @@ class Relay:
 
 @contextmanager
 def data_port(token: str, serve: Callable[[FrameSocket, Any], None]) -> Iterator[int]:
-    """A false data server of a worker: `serve(frames, first message)` for each connection."""
+    """A false data server of a worker: `serve(frames, first message after the transport is agreed)` for each
+    connection."""
     server = socket.create_server((HOST, 0))
 
     def run() -> None:
@@ -171,7 +172,11 @@ def data_port(token: str, serve: Callable[[FrameSocket, Any], None]) -> Iterator
             try:
                 sock, _ = server.accept()
                 frames, _ = FrameSocket.accept(sock, token, "false worker")
-                serve(frames, decode_data(frames.receive_body()))
+                message = decode_data(frames.receive_body())
+                if isinstance(message, Reach):
+                    frames.send(Reached("tcp", True, "a false worker has no memory to show"))
+                    message = decode_data(frames.receive_body())
+                serve(frames, message)
                 frames.close()
             except (OSError, ProtocolError, msgspec.MsgspecError):
                 if server.fileno() < 0:

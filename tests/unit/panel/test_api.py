@@ -103,9 +103,11 @@ def test_guessing_passwords_is_locked_out(anonymous_api: APIClient, viewer: User
 
 def test_an_operator_starts_a_migration(operator_api: APIClient) -> None:
     make_pair()
-    response = operator_api.post("/api/v1/migrations", PAIR | {"migration_type": "preserve_source"}, format="json")
+    wish = PAIR | {"migration_type": "preserve_source", "mode": "atomic"}
+    response = operator_api.post("/api/v1/migrations", wish, format="json")
     assert response.status_code == 201
     job = response.json()
+    assert job["mode"] == "atomic"
     assert (job["state"], job["source"], job["target"], job["created_by"]) == ("pending", "hi-a", "hi-b", "otto")
     assert Instance.objects.get(pk="hi-a").status == "draining"
     assert Instance.objects.get(pk="hi-b").status == "migrating"
@@ -191,6 +193,7 @@ def test_even_if_its_status_was_lost(operator_api: APIClient) -> None:
     [
         ({"source": "hi-a"}, 400, "invalid_request", "target"),
         (PAIR | {"migration_type": "explode"}, 400, "invalid_request", "migration_type"),
+        (PAIR | {"mode": "magic"}, 400, "invalid_request", "mode"),
         (PAIR | {"migration_type": "keep_source_active"}, 422, "unsupported_policy", "migration_type"),
         (PAIR | {"tn": 0}, 400, "invalid_request", "tn"),
         (PAIR | {"tn": "many"}, 400, "invalid_request", "tn"),
