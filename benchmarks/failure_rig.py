@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -74,13 +75,18 @@ def environment() -> dict[str, str]:
 @dataclass
 class Rig:
     """`step_delay_s`: seconds that each step of an engine takes longer during a cell; without them a small model has
-    said everything before it is moved. `references`: undisturbed answers by request body."""
+    said everything before it is moved. `references`: undisturbed answers by request body. `clients_url`: where clients
+    go, the panel's own address by default."""
 
     stack: Stack
     http: httpx.AsyncClient
     model: str = MODEL
+    clients_url: str = ""
     step_delay_s: float = 0.015
     references: dict[str, Answer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.clients_url = self.clients_url or self.stack.url
 
     @classmethod
     @asynccontextmanager
@@ -94,8 +100,10 @@ class Rig:
         *,
         max_num_seqs: int = 32,
         variables: dict[str, str] | None = None,
+        own_proxy: bool = False,
     ) -> AsyncIterator[Rig]:
-        """`variables`: what the product's processes are started with, those of `environment()` by default."""
+        """`variables`: what the product's processes are started with, those of `environment()` by default. `own_proxy`:
+        clients go to a proxy in a process of its own."""
         os.environ.update(environment() if variables is None else variables)
         instances = InstanceOptions(
             model=model, served_model_name=MODEL, faults=True, kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs
@@ -113,9 +121,33 @@ class Rig:
         async with httpx.AsyncClient(timeout=30, trust_env=False, verify=False, limits=limits) as http:
             try:
                 await stack.start()
-                yield cls(stack, http)
+                rig = cls(stack, http)
+                if own_proxy:
+                    await rig.start_proxy(first_port + 3)
+                yield rig
             finally:
                 await stack.stop()
+
+    async def start_proxy(self, port: int) -> None:
+        """Starts a proxy beside the panel, which ends with everything else; clients go there from now on."""
+        command = [
+            sys.executable,
+            "-m",
+            "uvicorn",
+            "proxy.asgi:application",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
+        await self.stack.run_beside("proxy", [*command, "--log-level", "warning", "--no-access-log"])
+        self.clients_url = f"http://127.0.0.1:{port}"
+
+        async def ready() -> bool:
+            await self.http.get(self.clients_url + "/v1/models")
+            return all([len((await self.status(one))["proxies"]) > 1 for one in self.stack.instances.values()])
+
+        await self.until(ready, "the proxy's connections to both instances")
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
@@ -196,7 +228,7 @@ class Rig:
         clients = []
         for request in requests:
             live: list[Answer] = []
-            work = run_requests(self.stack.url, self.model, [request], progress=live.extend)
+            work = run_requests(self.clients_url, self.model, [request], progress=live.extend)
             clients.append(Client(request, asyncio.create_task(work), live))
         return clients
 
@@ -205,7 +237,7 @@ class Rig:
         keys = [request.path + json.dumps(request.body, sort_keys=True) for request in requests]
         missing = [(key, request) for key, request in zip(keys, requests, strict=True) if key not in self.references]
         if missing:
-            answers = await run_requests(self.stack.url, self.model, [request for _, request in missing])
+            answers = await run_requests(self.clients_url, self.model, [request for _, request in missing])
             self.references |= {key: answer for (key, _), answer in zip(missing, answers, strict=True)}
         return [self.references[key] for key in keys]
 

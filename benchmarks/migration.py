@@ -114,7 +114,10 @@ async def measure(arguments: argparse.Namespace) -> list[Shot]:
     shots: list[Shot] = []
     try:
         started = Rig.started(
-            folder, str(chat_model()), arguments.port, _say, KV_CACHE_BYTES, max_num_seqs=40, variables=VARIABLES
+            *(folder, str(chat_model()), arguments.port, _say, KV_CACHE_BYTES),
+            max_num_seqs=40,
+            variables=VARIABLES,
+            own_proxy=True,
         )
         async with started as rig:
             # The first steps of an engine are slower than all later ones.

@@ -131,7 +131,7 @@ async def shoot(
     references = await rig.undisturbed(list(requests))
     live: list[Answer] = []
     bystanders: list[Answer] = []
-    load = asyncio.ensure_future(run_requests(rig.stack.url, rig.model, requests, progress=live.extend))
+    load = asyncio.ensure_future(run_requests(rig.clients_url, rig.model, requests, progress=live.extend))
     beside = asyncio.ensure_future(run_requests(target.base_url, rig.model, own, progress=bystanders.extend))
     migrations: list[Migration] = []
     windows: list[tuple[float, float]] = []

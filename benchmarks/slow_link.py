@@ -176,7 +176,10 @@ async def _main(arguments: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="slow-link-"))
     try:
         started = Rig.started(
-            folder, str(chat_model()), arguments.port, _say, KV_CACHE_BYTES, max_num_seqs=40, variables={}
+            *(folder, str(chat_model()), arguments.port, _say, KV_CACHE_BYTES),
+            max_num_seqs=40,
+            variables={},
+            own_proxy=True,
         )
         async with started as rig:
             source, target = await rig.settled()
@@ -186,7 +189,7 @@ async def _main(arguments: argparse.Namespace) -> int:
             live: list[Answer] = []
             rig.http.timeout = 300.0
             async with slow_link(status["control_port"], arguments.mbit * 125e3, arguments.rtt_ms / 1e3) as port:
-                load = asyncio.ensure_future(run_requests(rig.stack.url, rig.model, requests, progress=live.extend))
+                load = asyncio.ensure_future(run_requests(rig.clients_url, rig.model, requests, progress=live.extend))
                 await until_all_have(live, 24, load)
                 began = time.monotonic()
                 rounds, results = await move_all(rig, source, target, port, _say)

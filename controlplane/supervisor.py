@@ -149,6 +149,10 @@ class Stack:
         """The process "valkey", "panel" (with the proxy in it) or "worker"."""
         return next(process for process in self._services if process.name == name)
 
+    async def run_beside(self, name: str, command: list[str]) -> None:
+        """Starts one more process with the panel's environment; it is watched, and ends with everything else."""
+        await self._service(name, command, self.panel_environment())
+
     async def until_panel_ready(self) -> None:
         """Waits until the panel answers and routes to a model."""
 
