@@ -29,9 +29,9 @@ from typing import Any
 import torch
 
 from vllm_plugin.data import DataServer
+from vllm_plugin.data_messages import AllowSession, Push, Pushed, RevokeSession, decode_data
 from vllm_plugin.kv_cache import KVCache
 from vllm_plugin.memory import vectors
-from vllm_plugin.messages import AllowSession, Push, Pushed, RevokeSession, decode_data
 from vllm_plugin.rdma import available
 from vllm_plugin.receiving import receive_all
 from vllm_plugin.wire import FrameSocket

@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
+from vllm_plugin.data_messages import AllowSession, Probe, Probed, Push, Pushed, RevokeSession, decode_data
 from vllm_plugin.kv_cache import KVCache
-from vllm_plugin.messages import AllowSession, Answer, Probe, Probed, Push, Pushed, RevokeSession, decode_data
+from vllm_plugin.messages import Answer
 from vllm_plugin.receiving import Receiver
 from vllm_plugin.sending import Sender
 from vllm_plugin.switching import SWITCHING

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from vllm_plugin import memory
+from vllm_plugin.data_messages import Measure, Offer, Patch, Reach, Reached, Write, Written, decode_data
 from vllm_plugin.kv_cache import KVCache, flat_bytes
-from vllm_plugin.messages import Measure, Offer, Patch, Reach, Reached, Write, Written, decode_data
 from vllm_plugin.pacing import CHUNK, Pace
 from vllm_plugin.patching import apply_patch
 from vllm_plugin.wire import FrameSocket, ProtocolError

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from vllm_plugin import memory
+from vllm_plugin.data_messages import Measure, Offer, Patch, Reach, Reached, Write, Written, decode_data
 from vllm_plugin.kv_cache import KVCache
-from vllm_plugin.messages import Measure, Offer, Patch, Reach, Reached, Write, Written, decode_data
 from vllm_plugin.pacing import Pace
 from vllm_plugin.patching import patch_of
 from vllm_plugin.wire import FrameSocket, ProtocolError

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from vllm_plugin.messages import AllowSession, Probe, Probed, Push, Pushed, RevokeSession, decode_data
+from vllm_plugin.data_messages import AllowSession, Probe, Probed, Push, Pushed, RevokeSession, decode_data
 from vllm_plugin.wire import FrameSocket
 
 __all__ = ["Blocks", "Workers"]
@@ -15,7 +15,7 @@ __all__ = ["Blocks", "Workers"]
 
 @dataclass
 class Blocks:
-    """What one push has to do (`vllm_plugin.messages.Push`): lists of block ids of A and of B, and the rest."""
+    """What one push has to do (`vllm_plugin.data_messages.Push`): lists of block ids of A and of B, and the rest."""
 
     source: list[int] = field(default_factory=list)
     target: list[int] = field(default_factory=list)

@@ -16,8 +16,9 @@ import msgspec
 
 from controlplane.serving import Instance
 from tests.engine.conftest import RunningStack
+from vllm_plugin.data_messages import Reach, Reached, decode_data
 from vllm_plugin.link import Link
-from vllm_plugin.messages import Reach, Reached, decode_data, decode_peer
+from vllm_plugin.messages import decode_peer
 from vllm_plugin.wire import FrameSocket, LegOpened, OpenLeg, Producing, ProtocolError, Switched, decode_frame
 
 __all__ = ["ByHand", "Impostor", "Relay", "data_port"]

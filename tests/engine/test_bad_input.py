@@ -20,7 +20,8 @@ from benchmarks.streams import mixed_requests
 from controlplane.serving import Instance
 from tests.engine.conftest import RunningStack
 from tests.engine.impostors import ByHand, Impostor, Relay, data_port
-from vllm_plugin.messages import Commit, Grown, SessionOpened, Write, Written, decode_data
+from vllm_plugin.data_messages import Write, Written, decode_data
+from vllm_plugin.messages import Commit, Grown, SessionOpened
 from vllm_plugin.wire import PROTOCOL_VERSION, Auth, FrameSocket, Hello, Refused, answer_hello, encode_frame
 
 SLOW = {"step_delay_s": 0.03}

@@ -15,10 +15,8 @@ import torch
 
 from vllm_plugin import memory
 from vllm_plugin.data import DataServer
-from vllm_plugin.kv_cache import KVCache
-from vllm_plugin.messages import (
+from vllm_plugin.data_messages import (
     AllowSession,
-    Answer,
     Offer,
     Patch,
     Probe,
@@ -32,6 +30,8 @@ from vllm_plugin.messages import (
     Written,
     decode_data,
 )
+from vllm_plugin.kv_cache import KVCache
+from vllm_plugin.messages import Answer
 from vllm_plugin.wire import FrameSocket, ProtocolError, encode_frame
 
 LAYERS, BLOCKS = ("layers.0", "layers.1"), 12
