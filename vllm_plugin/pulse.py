@@ -19,6 +19,8 @@ REMEMBERED = 7
 IDLE_S = 1.0
 #: So many of A's own steps are looked at for a good moment: each later one only means one token more from A.
 STEPS_AHEAD = 4
+#: And no later than this: B keeps its promise of a run slot for two seconds, and the proxy its patience for three.
+LONGEST_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def aim(now: float, own_last: float, own_step_s: float, next_: float, step_s: fl
     if not own_step_s or not step_s:
         return 0.0
     running = max(0.0, own_step_s - (now - own_last) % own_step_s)
-    waits = [((next_ - (now + running + ahead * own_step_s + lead_s)) % step_s, ahead) for ahead in range(STEPS_AHEAD)]
+    steps = [ahead for ahead in range(STEPS_AHEAD) if not ahead or running + ahead * own_step_s <= LONGEST_S]
+    waits = [((next_ - (now + running + ahead * own_step_s + lead_s)) % step_s, ahead) for ahead in steps]
     _, best = min(waits)
     return max(0.0, running + (best - 0.5) * own_step_s) if best else 0.0

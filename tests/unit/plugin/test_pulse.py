@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_plugin.pulse import STEPS_AHEAD, Pulse, aim
+from vllm_plugin.pulse import LONGEST_S, STEPS_AHEAD, Pulse, aim
 
 
 def wasted(asked: float, own_last: float, own: float, next_: float, step: float, lead: float) -> float:
@@ -26,6 +26,12 @@ def test_no_moment_in_the_next_steps_is_better(own: float, step: float, phase: f
     others = [wasted(now + ahead * own, own_last, own, next_, step, lead) for ahead in range(STEPS_AHEAD)]
     assert found <= min(others) + 1e-9
     assert 0 <= delay < STEPS_AHEAD * own
+
+
+@pytest.mark.parametrize("own", [0.1, 0.3, 0.6, 2.0])
+@pytest.mark.parametrize("phase", [0.01, 0.2, 0.5])
+def test_slow_steps_do_not_use_up_the_promise_of_a_run_slot(own: float, phase: float) -> None:
+    assert 0 <= aim(100.0, 100.0 - 0.4 * own, own, 100.0 + phase, 0.7, 0.006) <= LONGEST_S
 
 
 def test_nothing_to_aim_at() -> None:
