@@ -184,15 +184,23 @@ class Stack:
                 answer = await client.get("/api/v1/instances")
                 if answer.status_code != 200:
                     return False
-                for known in _results(answer.json()):
-                    for instance in waiting:
-                        if known["port"] == instance.port and known["status"] in ("active", "standby"):
-                            instance.id = known["vllm_hi_id"]
+                known = {row["vllm_hi_id"]: row["status"] for row in _results(answer.json())}
+                for instance in waiting:
+                    # What the panel lists on this port may still be the process that was here before.
+                    name = await self._registered_as(client, instance)
+                    if known.get(name) in ("active", "standby"):
+                        instance.id = name
                 models = await client.get("/v1/models")
                 return all(instance.id for instance in waiting) and bool(models.json().get("data"))
 
         names = " and ".join(instance.letter for instance in waiting)
         await self._until(registered, f"instance {names} registered", INSTANCE_START_S)
+
+    async def _registered_as(self, client: httpx.AsyncClient, instance: Instance) -> str:
+        """The id that the running instance itself says it has; empty before it has registered."""
+        headers = {"Authorization": f"Bearer {self.join_token}"}
+        answer = await client.get(f"{instance.base_url}/vllm_hi/status", headers=headers)
+        return str(answer.json()["vllm_hi_id"] or "") if answer.status_code == 200 else ""
 
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[httpx.AsyncClient]:

