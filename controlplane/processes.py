@@ -1,7 +1,9 @@
 """Child processes that never outlive their supervisor, and ports for them.
 
-Every child leads a session of its own, so a Ctrl-C in the terminal reaches only the supervisor, and stopping a child
-can take its whole family along: vLLM's engine and worker processes are grandchildren. If the supervisor itself is
+Every child leads a process group of its own, so a Ctrl-C in the terminal reaches only the supervisor, and stopping a
+child can take its whole family along: vLLM's engine and worker processes are grandchildren. It is no session of its
+own: Linux shares out the processor by session (CONFIG_SCHED_AUTOGROUP), and where one of them computes all the time,
+the threads of the others, however little they do, were seen to wait for half a second. If the supervisor itself is
 killed, the kernel tells each child to end (PR_SET_PDEATHSIG, Linux).
 """
 
@@ -72,7 +74,7 @@ class ManagedProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT if output else None,
-                start_new_session=True,
+                process_group=0,
                 preexec_fn=_end_with(os.getpid()),
             )
         except OSError as error:
@@ -109,20 +111,20 @@ class ManagedProcess:
                 self._process.send_signal(signal.SIGTERM)
 
     def kill_family(self) -> None:
-        """Kills what is left of its session at once, it included."""
+        """Kills what is left of its process group at once, it included."""
         if self.pid is None:
             return
         # Twice: one may have been forking while we looked.
         for _ in range(2):
-            for pid in _session_members(self.pid):
+            for pid in _group_members(self.pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
 
     def relatives(self) -> list[int]:
-        """Processes of its session beside itself that still exist; clears away those that have ended and are ours."""
+        """Processes of its group beside itself that still exist; clears away those that have ended and are ours."""
         if self.pid is None:
             return []
-        return [pid for pid in _session_members(self.pid) if pid != self.pid and not _reaped(pid)]
+        return [pid for pid in _group_members(self.pid) if pid != self.pid and not _reaped(pid)]
 
 
 async def stop_all(processes: Iterable[ManagedProcess], grace_s: float) -> None:
@@ -192,8 +194,8 @@ def _reaped(pid: int) -> bool:
         return False
 
 
-def _session_members(leader: int) -> list[int]:
-    """Processes of the session that `leader` leads; on systems without /proc only its process group."""
+def _group_members(leader: int) -> list[int]:
+    """Processes of the group that `leader` leads; on systems without /proc they are killed instead."""
     proc = Path("/proc")
     if not proc.is_dir():
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -204,10 +206,10 @@ def _session_members(leader: int) -> list[int]:
         if not entry.name.isdecimal():
             continue
         try:
-            # After the name in parentheses: state, parent, group, session.
+            # After the name in parentheses: state, parent, group.
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if int(fields[3]) == leader:
+        if int(fields[2]) == leader:
             members.append(int(entry.name))
     return members
