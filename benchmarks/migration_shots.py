@@ -174,13 +174,13 @@ def _moved(answer: Answer, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
 
 def _near(answer: Answer, rows: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """Which entries of `_spacing` are at a cut, and at which one of `rows`. A pause can show up one token early: the
-    source's last token may reach the client through the target's replay."""
+    """Which entries of `_spacing` are at a cut, and at which one of `rows`: the pause before the target's first own token,
+    and the one before the source's last, which may reach the client through the target's replay."""
     found: dict[int, int] = {}
     for place, row in enumerate(_moved(answer, rows)):
         delivered = 0
         for index, (_, count) in enumerate(answer.arrivals):
-            if index and delivered <= row["output_tokens"] + 1 and row["output_tokens"] - 1 < delivered + count:
+            if index and delivered <= row["output_tokens"] and row["output_tokens"] - 1 < delivered + count:
                 found[index - 1] = place
             delivered += count
     return found

@@ -14,6 +14,8 @@ from controlplane.processes import ManagedProcess, ProcessFailed
 __all__ = ["HOST", "Instance", "InstanceOptions", "serve_command", "serve_environment"]
 
 HOST = "127.0.0.1"
+#: With fewer cores, those of two instances' processes that only wait take them from those that compute.
+ROOMY = 8
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ def serve_environment(options: InstanceOptions, index: int, join_token: str) -> 
         environment["HF_HUB_OFFLINE"] = "1"
     if runs_on_cpu():
         environment["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_instance(index)
+        if len(cores()) < ROOMY:
+            environment["VLLM_HI_NAP_US"] = "1000"
     if options.faults:
         environment["VLLM_HI_ENABLE_FAULTS"] = "1"
     return environment

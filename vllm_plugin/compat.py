@@ -12,7 +12,9 @@ Works on vLLM 0.30 to 0.32 (v1 engine, docs/compatibility.md); where their sched
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ __all__ = [
     "missing_probes",
     "probes",
     "sampler_fingerprint",
+    "sleep_while_waiting",
     "vllm_version",
 ]
 
@@ -328,3 +331,20 @@ def install_engine_utility() -> None:
         if hasattr(engine_core, name):
             raise RuntimeError(f"vLLM's EngineCore already has an attribute {name!r}")
         setattr(engine_core, name, function)
+
+
+def sleep_while_waiting(seconds: float) -> bool:
+    """Lets this process sleep where vLLM yields the processor in a loop while it waits for another of its processes
+    (distributed/device_communicators/shm_broadcast.py, `SpinCondition.wait`). Returns False where it does not do so.
+
+    The one thing of vLLM that is replaced, and only on demand: with few cores for many processes, those that wait take
+    the cores of those that compute. `SpinCondition.busy_loop_s` is no way round: its wake-ups get lost.
+    """
+    try:
+        queues = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast")
+    except ImportError:
+        return False
+    if not hasattr(queues, "sched_yield"):
+        return False
+    queues.sched_yield = functools.partial(time.sleep, seconds)  # type: ignore[attr-defined]
+    return True

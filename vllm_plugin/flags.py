@@ -9,6 +9,7 @@ worker extension) and environment variables that the engine and worker processes
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import logging
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
-from vllm_plugin.settings import PluginSettings, migration_requested
+from vllm_plugin.settings import PluginSettings, migration_requested, nap_seconds
 
 __all__ = ["ENDPOINT_PLUGIN", "GENERAL_PLUGIN", "SCHEDULER_CLS", "WORKER_EXTENSION_CLS", "register"]
 
@@ -47,6 +48,16 @@ def register() -> None:
     _extend_parser_hook()
     if migration_requested():
         _install_engine_side()
+        # A wrong value is reported where the command line is parsed.
+        with contextlib.suppress(ValueError):
+            _sleep_while_waiting(nap_seconds())
+
+
+def _sleep_while_waiting(seconds: float) -> None:
+    from vllm_plugin import compat
+
+    if seconds and not compat.sleep_while_waiting(seconds):
+        logger.warning("vLLM-HI: VLLM_HI_NAP_US changes nothing, this vLLM waits in another way")
 
 
 def _extend_parser_hook() -> None:

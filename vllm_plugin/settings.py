@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
-__all__ = ["PluginSettings", "migration_requested"]
+__all__ = ["PluginSettings", "migration_requested", "nap_seconds"]
 
 InstanceType = Literal["A", "B"]
 #: `tcp_shm`: on one host the target reads the source's memory, between hosts TCP. `tcp`: TCP everywhere. `rdma`: NIXL.
@@ -25,6 +25,11 @@ _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 def migration_requested(environ: Mapping[str, str] = os.environ) -> bool:
     """True where the operator asked for this plugin at all; without that it changes nothing."""
     return bool(environ.get("VLLM_HI_TYPE"))
+
+
+def nap_seconds(environ: Mapping[str, str] = os.environ) -> float:
+    """`VLLM_HI_NAP_US` in seconds. Raises ValueError: names the variable and the remedy."""
+    return _integer(environ, "VLLM_HI_NAP_US", 0, 0, 10_000) / 1e6
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class PluginSettings:
         transfer_backend: None = chosen automatically.
         transfer_bytes_per_s: limit for copying KV while requests are decoded, per worker.
         request_filter: `module.Class` of a request filter, or None.
+        nap_s: how long vLLM's processes sleep between two looks when they wait for each other; 0 = they do not sleep.
         max_incr_rounds, incr_stall_rounds: stop rules of the rounds, counts.
         enable_faults: test switch, opens `POST /vllm_hi/faults`.
     """
@@ -54,6 +60,7 @@ class PluginSettings:
     transfer_backend: str | None = None
     transfer_bytes_per_s: float = 1.5e9
     request_filter: str | None = None
+    nap_s: float = 0.0
     max_incr_rounds: int = 8
     incr_stall_rounds: int = 2
     enable_faults: bool = False
@@ -95,6 +102,7 @@ class PluginSettings:
             transfer_backend=backend,
             transfer_bytes_per_s=1e6 * _integer(environ, "VLLM_HI_TRANSFER_MB_PER_S", 1500, 1, 1_000_000),
             request_filter=request_filter,
+            nap_s=nap_seconds(environ),
             max_incr_rounds=_integer(environ, "VLLM_HI_MAX_INCR_ROUNDS", 8, 1, 1000),
             incr_stall_rounds=_integer(environ, "VLLM_HI_INCR_STALL_ROUNDS", 2, 1, 1000),
             enable_faults=environ.get("VLLM_HI_ENABLE_FAULTS", "") == "1",

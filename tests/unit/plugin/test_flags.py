@@ -224,3 +224,36 @@ def test_help_shows_the_flags(capsys: pytest.CaptureFixture[str], environment: p
     with pytest.raises(SystemExit):
         parse("--help=vllm-hi")
     assert "--vllm-hi-data-port" in capsys.readouterr().out
+
+
+def test_waiting_processes_sleep_only_on_demand(environment: pytest.MonkeyPatch):
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    environment.setattr(shm_broadcast, "sched_yield", shm_broadcast.sched_yield)
+    before = shm_broadcast.sched_yield
+    environment.setenv("VLLM_HI_TYPE", "A")
+    flags.register()
+    assert shm_broadcast.sched_yield is before
+    environment.setenv("VLLM_HI_NAP_US", "a little")
+    flags.register()
+    assert shm_broadcast.sched_yield is before
+    slept: list[float] = []
+    environment.setattr(compat.time, "sleep", slept.append)
+    environment.setenv("VLLM_HI_NAP_US", "500")
+    flags.register()
+    shm_broadcast.sched_yield()
+    assert slept == [0.0005]
+
+
+def test_a_vllm_that_waits_in_another_way_is_left_alone(
+    environment: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    environment.delattr(shm_broadcast, "sched_yield")
+    environment.setenv("VLLM_HI_TYPE", "A")
+    environment.setenv("VLLM_HI_NAP_US", "500")
+    with caplog.at_level(logging.WARNING, "vllm.vllm_hi"):
+        flags.register()
+    assert "VLLM_HI_NAP_US changes nothing" in caplog.text
+    assert not hasattr(shm_broadcast, "sched_yield")
