@@ -45,8 +45,8 @@ class Size:
     replays: int
 
 
-QUICK = Size(idle=2, moves=6, busy=3, many=0, crowd=8, crowd_prompt=600, replays=4)
-FULL = Size(idle=9, moves=6, busy=10, many=2, crowd=32, crowd_prompt=1000, replays=10)
+QUICK = Size(idle=1, moves=14, busy=3, many=0, crowd=8, crowd_prompt=600, replays=4)
+FULL = Size(idle=4, moves=14, busy=8, many=1, crowd=32, crowd_prompt=1000, replays=8)
 
 
 def streams(count: int, prompt: int, tokens: int, salt: int) -> list[Request]:
@@ -60,21 +60,24 @@ def streams(count: int, prompt: int, tokens: int, salt: int) -> list[Request]:
 
 async def idle(rig: Rig, size: Size) -> list[Shot]:
     """One stream at a time onto an instance that has nothing to do, with short and long prompts in turn."""
-    shots = []
-    for number in range(size.idle):
-        for prompt in (100, 1500):
-            tokens = 60 + size.moves * 70
-            (request,) = streams(1, prompt, tokens, 100 + 2 * number + (prompt > 100))
-            shots.append(await shoot(rig, f"idle {prompt}", [request], moves=size.moves, between=12))
-    return shots
+    tokens = 60 + size.moves * 45
+    loads = [
+        (prompt, streams(1, prompt, tokens, 100 + number)) for number in range(size.idle) for prompt in (100, 1500)
+    ]
+    references = await rig.undisturbed([request for _, requests in loads for request in requests])
+    return [
+        await shoot(rig, f"idle {prompt}", requests, [reference], moves=size.moves, between=12)
+        for (prompt, requests), reference in zip(loads, references, strict=True)
+    ]
 
 
 async def busy(rig: Rig, size: Size) -> list[Shot]:
     """Eight streams onto a target that serves four of its own."""
     shots = []
     for number in range(size.busy):
-        own = streams(4, 100, 420, 300 + number)
-        shots.append(await shoot(rig, "busy", streams(8, 200, 260, 200 + number), own=own, start_after=40))
+        own, requests = streams(4, 100, 240, 300 + number), streams(8, 200, 160, 200 + number)
+        references = await rig.undisturbed(requests)
+        shots.append(await shoot(rig, "busy", requests, references, own=own, start_after=40))
     return shots
 
 
@@ -82,25 +85,30 @@ async def many(rig: Rig, size: Size) -> list[Shot]:
     """Thirty-two streams onto an idle target, and eight for comparison."""
     shots = []
     for number in range(size.many):
-        shots.append(await shoot(rig, "rolling 8", streams(8, 200, 240, 400 + number)))
-        shots.append(await shoot(rig, "rolling 32", streams(32, 200, 240, 450 + number)))
+        for count in (8, 32):
+            requests = streams(count, 200, 160, 400 + 10 * number + count)
+            shots.append(await shoot(rig, f"rolling {count}", requests, await rig.undisturbed(requests)))
     return shots
 
 
 async def crowd(rig: Rig, size: Size) -> list[Shot]:
     """Many long streams by all ways of handing over: ours, all with one cut (the seed's way), and without copying
     ahead."""
-    requests = streams(size.crowd, size.crowd_prompt, 240, 500)
-    return [await shoot(rig, f"crowd {mode}", requests, mode=mode) for mode in ("rolling", "atomic", "stop_and_copy")]
+    requests = streams(size.crowd, size.crowd_prompt, 120, 500)
+    references = await rig.undisturbed(requests)
+    modes = ("rolling", "atomic", "stop_and_copy")
+    return [await shoot(rig, f"crowd {mode}", requests, references, mode=mode) for mode in modes]
 
 
 async def replay(rig: Rig, size: Size) -> list[Shot]:
     """One long stream whose KV the target computes again (Dynamo's way)."""
-    shots = []
-    for number in range(size.replays):
-        (request,) = streams(1, 1500, 160, 600 + 2 * number)
-        shots.append(await shoot(rig, "replay 1500", [request], mode="recompute"))
-    return shots
+    # Every second one: those with a seed are not computed again, vLLM's random state would not survive it.
+    requests = streams(2 * size.replays, 1500, 80, 600)[::2]
+    references = await rig.undisturbed(requests)
+    return [
+        await shoot(rig, "replay 1500", [request], [reference], mode="recompute")
+        for request, reference in zip(requests, references, strict=True)
+    ]
 
 
 SCENARIOS: dict[str, Callable[[Rig, Size], Awaitable[list[Shot]]]] = {
@@ -121,8 +129,9 @@ async def measure(arguments: argparse.Namespace) -> list[Shot]:
         )
         async with started as rig:
             # The first steps of an engine are slower than all later ones.
-            await shoot(rig, "warm", streams(8, 200, 120, 1))
-            await shoot(rig, "warm", streams(8, 200, 120, 2))
+            for number in (1, 2):
+                requests = streams(8, 200, 80, number)
+                await shoot(rig, "warm", requests, await rig.undisturbed(requests))
             for name, scenario in SCENARIOS.items():
                 if not arguments.only or name in arguments.only:
                     found = await scenario(rig, size)

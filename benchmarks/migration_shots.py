@@ -114,6 +114,7 @@ async def shoot(
     rig: Rig,
     scenario: str,
     requests: Sequence[Request],
+    references: Sequence[Answer],
     *,
     mode: str = "rolling",
     moves: int = 1,
@@ -124,11 +125,11 @@ async def shoot(
     """Runs `requests`, moves them `moves` times there and back, and compares with an undisturbed run.
 
     Args:
+        references: the answers of that run.
         own: requests that the target serves from the beginning, past the proxy.
         start_after, between: tokens that every stream gets before the first migration, and before each further one.
     """
     source, target = await rig.settled()
-    references = await rig.undisturbed(list(requests))
     live: list[Answer] = []
     bystanders: list[Answer] = []
     load = asyncio.ensure_future(run_requests(rig.clients_url, rig.model, requests, progress=live.extend))
@@ -156,7 +157,7 @@ async def shoot(
         load.cancel()
         beside.cancel()
     rows = [row for migration in migrations for row in migration.requests]
-    found = verdicts(references, answers, rows)
+    found = verdicts(list(references), answers, rows)
     return Shot(scenario, answers, found, migrations, windows, bystanders, time.time() - time.monotonic())
 
 
@@ -174,8 +175,8 @@ def _moved(answer: Answer, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
 
 def _near(answer: Answer, rows: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """Which entries of `_spacing` are at a cut, and at which one of `rows`: the pause before the target's first own token,
-    and the one before the source's last, which may reach the client through the target's replay."""
+    """Which entries of `_spacing` are at a cut, and at which one of `rows`: the pause before the target's first own
+    token, and the one before the source's last, which may reach the client through the target's replay."""
     found: dict[int, int] = {}
     for place, row in enumerate(_moved(answer, rows)):
         delivered = 0
