@@ -139,7 +139,7 @@ class Execution:
     def _validate(self) -> dict[str, Any]:
         """Pre-flight; returns the target's status."""
         self._step(Step.VALIDATE, "Compares both instances")
-        preflight = run_preflight(self.job.source, self.job.target)
+        preflight = run_preflight(self.job.source, self.job.target, self.job.mode)
         MigrationJob.objects.filter(id=self.job.id).update(preflight=preflight.as_dict())
         problem = preflight.first_error()
         if problem is not None:

@@ -10,6 +10,7 @@ from django.conf import settings
 
 from instances.client import InstanceClient, InstanceError
 from instances.models import Instance
+from migrations_app.choices import HandoverMode
 from migrations_app.prediction import Estimate, estimate_cost
 from vllm_plugin.compatibility import Check, Level, compare
 
@@ -42,7 +43,7 @@ class Preflight:
         }
 
 
-def run_preflight(source: Instance, target: Instance) -> Preflight:
+def run_preflight(source: Instance, target: Instance, mode: str = HandoverMode.ROLLING) -> Preflight:
     """Asks both instances and compares. Changes nothing; an instance that does not answer is an error in the list."""
     checks: list[Check] = []
     statuses: list[dict[str, Any] | None] = []
@@ -73,7 +74,7 @@ def run_preflight(source: Instance, target: Instance) -> Preflight:
         return Preflight(checks)
     checks += [_support("source", left), _support("target", right)]
     checks += compare(left.get("factors") or {}, right.get("factors") or {})
-    way, probe = _way(source, right)
+    way, probe = _way(source, right, mode)
     estimate = estimate_cost(requests, left.get("kv") or {}, probe)
     checks += [way, _convergence(estimate), _capacity(estimate, right.get("kv") or {})]
     stuck = [row for row in requests if not row.get("migratable")]
@@ -108,14 +109,21 @@ def _support(side: str, status: Mapping[str, Any]) -> Check:
     return Check(f"{side}_supports_migration", source_value, target_value, "ok" if supported else "error", remedy)
 
 
-def _way(source: Instance, target: Mapping[str, Any]) -> tuple[Check, dict[str, Any] | None]:
-    """Which transport KV would take, and how fast it was just now."""
+def _way(source: Instance, target: Mapping[str, Any], mode: str) -> tuple[Check, dict[str, Any] | None]:
+    """Which transport KV would take, and how fast it was just now. Without one only what is computed again can move."""
     try:
         with InstanceClient.of(source) as client:
             probe = client.probe(str(target.get("data_host") or ""), list(target.get("data_ports") or []))
     except InstanceError as error:
-        remedy = f"The way could not be measured, and the estimate assumes one: {error.message}"
-        return Check("transport", "", "", "warning", remedy), None
+        if mode == HandoverMode.RECOMPUTE:
+            return Check(
+                "transport", "none", "", "warning", f"No KV travels in this mode, and none could: {error}"
+            ), None
+        remedy = (
+            f"{error} Open the target's data ports, name another VLLM_HI_TRANSFER_BACKEND on both instances, or let the "
+            "target compute the KV again (mode recompute)."
+        )
+        return Check("transport", "none", "", "error", remedy), None
     shown = f"{probe.get('transport')}, {float(probe.get('bytes_per_s') or 0) / 1e9:.2f} GB/s"
     # Why it is no faster one is worth knowing, and no reason to worry.
     return Check("transport", shown, str(probe.get("reason") or ""), "ok"), probe

@@ -134,7 +134,8 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
     if not chosen and len(valid) == 1:
         chosen = valid[0].pk
     target = next((target for target in valid if target.pk == chosen), None)
-    preflight = run_preflight(source, target) if target and not refusal else None
+    mode = request.POST.get("mode", "")
+    preflight = run_preflight(source, target, mode or HandoverMode.ROLLING) if target and not refusal else None
     context = {
         "source": source,
         "targets": targets,
@@ -142,7 +143,7 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
         "chosen": chosen,
         "policy": request.POST.get("migration_type", ""),
         "modes": HandoverMode.choices,
-        "mode": request.POST.get("mode", ""),
+        "mode": mode,
         "tn": request.POST.get("tn", 2),
         "form": form,
         "refusal": refusal.message if refusal else "",

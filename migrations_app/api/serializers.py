@@ -93,11 +93,11 @@ class RequestSerializer(serializers.ModelSerializer[MigrationRequest]):
 class MigrationPairSerializer(serializers.Serializer[Any]):
     source = serializers.CharField(max_length=64)  # type: ignore[assignment]
     target = serializers.CharField(max_length=64)
+    mode = serializers.ChoiceField(choices=HandoverMode.choices, default=HandoverMode.ROLLING)
 
 
 class CreateMigrationSerializer(MigrationPairSerializer):
     migration_type = serializers.ChoiceField(choices=MigrationType.choices, default=MigrationType.PRESERVE_SOURCE)
-    mode = serializers.ChoiceField(choices=HandoverMode.choices, default=HandoverMode.ROLLING)
     tn = serializers.IntegerField(min_value=1, max_value=100, default=2)
 
 

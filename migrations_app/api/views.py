@@ -89,7 +89,7 @@ class MigrationViewSet(mixins.ListModelMixin, mixins.RetrieveModelMixin, viewset
             source, target = services.check_pair(pair.validated_data["source"], pair.validated_data["target"])
         except services.MigrationRefused as refusal:
             raise _api_error(refusal) from refusal
-        return Response(run_preflight(source, target).as_dict())
+        return Response(run_preflight(source, target, pair.validated_data["mode"]).as_dict())
 
     @extend_schema(
         parameters=[OpenApiParameter("after", int, description="number of the last event you have")],

@@ -41,7 +41,7 @@ function estimateSentence(estimate) {
 
 /** @param {HTMLFormElement} form the server's form, on its own page or in a dialog */
 export function enhanceMigrateForm(form) {
-  const target = form.elements.target;
+  const { target, mode } = form.elements;
   const start = form.querySelector("button[value=start]");
   const part = (name) => form.querySelector(`[data-part=${name}]`);
   const startBlocked = start.disabled && !target.value;
@@ -65,7 +65,11 @@ export function enhanceMigrateForm(form) {
     let level;
     let estimate = null;
     try {
-      const preflight = await postJson("/api/v1/migrations/preflight", { source: form.dataset.source, target: target.value });
+      const preflight = await postJson("/api/v1/migrations/preflight", {
+        source: form.dataset.source,
+        target: target.value,
+        mode: mode.value,
+      });
       ({ level, estimate } = preflight);
       list = preflight.checks;
     } catch (error) {
@@ -85,6 +89,7 @@ export function enhanceMigrateForm(form) {
   }
 
   target.addEventListener("change", check);
+  mode.addEventListener("change", check);
   form.addEventListener("submit", () => {
     part("note").textContent = "Starting…";
     // After the browser has read the form: a disabled button would not send its value.
