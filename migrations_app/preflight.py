@@ -116,12 +116,11 @@ def _way(source: Instance, target: Mapping[str, Any], mode: str) -> tuple[Check,
             probe = client.probe(str(target.get("data_host") or ""), list(target.get("data_ports") or []))
     except InstanceError as error:
         if mode == HandoverMode.RECOMPUTE:
-            return Check(
-                "transport", "none", "", "warning", f"No KV travels in this mode, and none could: {error}"
-            ), None
+            why = f"No KV travels in this mode, and none could: {error}"
+            return Check("transport", "none", "", "warning", why), None
         remedy = (
-            f"{error} Open the target's data ports, name another VLLM_HI_TRANSFER_BACKEND on both instances, or let the "
-            "target compute the KV again (mode recompute)."
+            f"{error} Open the target's data ports, name another VLLM_HI_TRANSFER_BACKEND on both instances, or let "
+            "the target compute the KV again (mode recompute)."
         )
         return Check("transport", "none", "", "error", remedy), None
     shown = f"{probe.get('transport')}, {float(probe.get('bytes_per_s') or 0) / 1e9:.2f} GB/s"
