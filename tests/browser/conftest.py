@@ -21,7 +21,7 @@ import pytest
 import redis
 from django.conf import settings
 from django.db import connection
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 
 from controlplane.redis import with_database
 from tests.browser import factories
@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ARTIFACTS = ROOT / "test-artifacts"
 REDIS_DATABASE = 7
 START_S = 30
+#: For what never happens; on a busy machine five seconds, the default, are not enough for what does.
+PATIENCE_MS = 30_000
 CHROMIUM_ARGS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -40,6 +42,9 @@ CHROMIUM_ARGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+
+
+expect.set_options(timeout=PATIENCE_MS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -132,7 +137,7 @@ def chromium() -> Iterator[Browser]:
 @pytest.fixture
 def context(chromium: Browser, site_url: str) -> Iterator[BrowserContext]:
     context = chromium.new_context(base_url=site_url, viewport={"width": 1440, "height": 900})
-    context.set_default_timeout(10_000)
+    context.set_default_timeout(PATIENCE_MS)
     yield context
     context.close()
 

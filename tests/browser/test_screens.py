@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, expect
 from controlplane.redis import STREAMS_PREFIX, with_database
 from migrations_app.choices import MigrationState as S
 from tests.browser import factories
-from tests.browser.conftest import ARTIFACTS, REDIS_DATABASE, log_in
+from tests.browser.conftest import ARTIFACTS, PATIENCE_MS, REDIS_DATABASE, log_in
 from tests.browser.stand_in_instance import StandInInstance
 
 Pair = tuple[StandInInstance, StandInInstance]
@@ -61,7 +61,7 @@ def screen(
     context = chromium.new_context(
         base_url=site_url, viewport={"width": width[0], "height": width[1]}, color_scheme=request.param
     )
-    context.set_default_timeout(10_000)
+    context.set_default_timeout(PATIENCE_MS)
     page = context.new_page()
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
