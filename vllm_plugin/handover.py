@@ -167,14 +167,20 @@ def _send_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, 
 def _push_tails(session: SourceSession, moves: list[Move], snapshots: dict[str, Snapshot]) -> dict[str, bytes]:
     """Raises: ConnectionError. Returns the generator states by request id."""
     blocks = Blocks(urgent=True)
+    shares: list[tuple[Move, int]] = []
     for move in moves:
         live = [] if move.recompute else [member for _, member in move.live]
         tails = [_tail(session, move, member, snapshots[member.request_id]) for member in live]
         if not move.ended:
             for member, (source, target) in zip(live, tails, strict=True):
                 blocks.add(source, target, member.owner)
+            shares.append((move, sum(len(source) for source, _ in tails)))
     blocks.generators = [member.request_id for move in moves if not move.ended for _, member in move.live]
-    return session.target.push(blocks)
+    sent, states = session.target.push(blocks)
+    for move, count in shares:
+        # Less than whole blocks where most of them had been sent ahead.
+        move.tail_bytes += round(sent * count / max(1, len(blocks.source)))
+    return states
 
 
 def _tail(session: SourceSession, move: Move, member: Member, snapshot: Snapshot) -> tuple[list[int], list[int]]:
@@ -188,7 +194,6 @@ def _tail(session: SourceSession, move: Move, member: Member, snapshot: Snapshot
     move.tail_blocks += needed - member.sent_blocks
     if faults.skip_tail and snapshot.valid_tokens % block_size:
         needed -= 1
-    move.tail_bytes += (needed - member.sent_blocks) * session.engine.workers.block_bytes
     return snapshot.block_ids[member.sent_blocks : needed], member.window[member.sent_blocks : needed]
 
 

@@ -127,17 +127,16 @@ class TargetConnection:
                 tickets, self._release_later = self._release_later, []
             self.release(tickets, "rolled back during a copy")
 
-    def push(self, blocks: Blocks) -> dict[str, bytes]:
-        """Copies blocks and returns generator states by request id. Only inside `writing`.
+    def push(self, blocks: Blocks) -> tuple[int, dict[str, bytes]]:
+        """Copies blocks and returns (bytes sent, generator state by request id). Only inside `writing`.
 
         Raises:
             ConnectionError: the connection is of no further use then, for B's worker may still be writing.
         """
         if not blocks.source and not blocks.open and not blocks.generators:
-            return {}
+            return 0, {}
         try:
-            _, states = self._engine.workers.push(self.session, self._data_host, self._data_ports, blocks)
-            return states
+            return self._engine.workers.push(self.session, self._data_host, self._data_ports, blocks)
         except (OSError, ProtocolError) as error:
             self.broken = True
             raise ConnectionError(str(error)) from error

@@ -1,0 +1,50 @@
+"""Instances that are joined by a slow link: it takes longer, and clients get what they would have got anyway."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from benchmarks.exactness import verdicts
+from benchmarks.link import Link, slow_link
+from benchmarks.slow_link import move_all
+from benchmarks.streams import sized_request
+from tests.engine.conftest import RunningStack
+
+#: A block takes a quarter of a second.
+BYTES_PER_S, RTT_S = 200e6 / 8, 0.02
+
+
+def test_over_a_slow_link_everything_moves_and_little_is_left_for_the_handover(stack: RunningStack) -> None:
+    source, target = stack.remember_roles()
+    free = stack.free_blocks(source), stack.free_blocks(target)
+    kv = stack.status(source)["kv"]
+    kinds = [{"temperature": 0}, {"temperature": 1.0, "seed": 7}]
+    # Far from the end of a block, so that none becomes full during the handover.
+    requests = [sized_request(f"slow-{index}", 140, 200, 8300 + index, kinds[index % 2]) for index in range(4)]
+    references = stack.run(requests)
+
+    async def call(name: str, fields: dict[str, Any]) -> dict[str, Any]:
+        answer = await asyncio.to_thread(stack.instance_post, source, f"/vllm_hi/migration/{name}", fields)
+        return dict(answer.json())
+
+    async def move() -> tuple[list[dict[str, Any]], list[dict[str, Any]], Link]:
+        async with slow_link(stack.status(target)["control_port"], BYTES_PER_S, RTT_S) as (port, link):
+            return *await move_all(call, target, port), link
+
+    with stack.faults(source, step_delay_s=0.05):
+        load = stack.load(requests)
+        rounds, results, link = stack.wait(move(), 180)
+    answers = load.result(120)
+
+    rows = [{**row, "prompt_tokens": 0, "output_tokens": row["tokens"]} for row in results]
+    assert {row["outcome"] for row in rows} == {"moved"}, rows
+    assert len(rows) == len(requests)
+    for verdict in verdicts(references, answers, rows):
+        assert verdict.exact, f"{verdict.name}: {verdict.differences}"
+        assert verdict.cut_at is not None
+    # All bytes took the slow way. Of the block that was still being written the handover carried only what the last
+    # steps had added.
+    assert link.carried >= sum(row["bytes"] for row in rounds) > 0
+    assert all(0 < row["tail_bytes"] < kv["bytes_per_block"] / 2 for row in rows), rows
+    stack.until(lambda: (stack.free_blocks(source), stack.free_blocks(target)) == free)
