@@ -109,8 +109,9 @@ class InstanceClient:
     def attach(self, job: str, attempt: int, request_ids: list[str] | None) -> dict[str, Any]:
         return self._migration("attach", {"job": job, "attempt": attempt, "request_ids": request_ids})
 
-    def round(self, job: str, attempt: int, index: int) -> dict[str, Any]:
-        return self._migration("round", {"job": job, "attempt": attempt, "round": index})
+    def round(self, job: str, attempt: int, index: int, slow_source: bool = False) -> dict[str, Any]:
+        body = {"job": job, "attempt": attempt, "round": index, "slow_source": slow_source}
+        return self._migration("round", body)
 
     def handover(
         self, job: str, attempt: int, request_ids: list[str] | None, wave: int, mode: str = "rolling"

@@ -32,13 +32,14 @@ class HandoverMode(models.TextChoices):
     """How requests change over."""
 
     ROLLING = "rolling", "Rolling: a few at a time"
+    SLOWED = "slowed", "Rolling, and the source is slowed down until copying keeps pace"
     ATOMIC = "atomic", "Atomic: all with one cut"
     STOP_AND_COPY = "stop_and_copy", "Stop and copy: all are paused while their KV is copied"
     RECOMPUTE = "recompute", "Recompute: the target computes the KV again"
 
 
 #: Modes whose KV is copied while the source goes on.
-PRECOPY_MODES = frozenset({HandoverMode.ROLLING, HandoverMode.ATOMIC})
+PRECOPY_MODES = frozenset({HandoverMode.ROLLING, HandoverMode.SLOWED, HandoverMode.ATOMIC})
 
 
 class MigrationState(models.TextChoices):

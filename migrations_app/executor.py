@@ -262,8 +262,10 @@ class Execution:
             kind = RoundKind.INCREMENTAL if blocks else RoundKind.FULL
             journal.note_round_begin(self.job.id, index, kind)
             started = timezone.now()
+            slow = self.job.mode == HandoverMode.SLOWED
             answer = self._ask(
-                partial(self.source.round, str(self.job.id), self.attempt, index), f"round {index} was being copied"
+                partial(self.source.round, str(self.job.id), self.attempt, index, slow),
+                f"round {index} was being copied",
             )
             row = journal.note_round(self.job.id, index, kind, started, answer)
             blocks.append(row.blocks)
@@ -295,7 +297,7 @@ class Execution:
 
     def _hand_over(self, ids: list[str]) -> bool:
         """Small waves: each costs its clients one short pause. Returns whether any request left the source."""
-        rolls = self.job.mode in (HandoverMode.ROLLING, HandoverMode.RECOMPUTE)
+        rolls = self.job.mode in (HandoverMode.ROLLING, HandoverMode.SLOWED, HandoverMode.RECOMPUTE)
         size = max(1, settings.VLLM_HI_HANDOVER_WAVE) if rolls else len(ids)
         waves = [ids[start : start + size] for start in range(0, len(ids), size)]
         results: Rows = []
@@ -319,7 +321,7 @@ class Execution:
     def _hand_over_wave(self, wave: list[str]) -> Rows:
         one = f"request {wave[0]} was" if len(wave) == 1 else f"{len(wave)} requests were"
         phase = f"{one} being handed over"
-        way = HandoverMode.ROLLING if self.job.mode == HandoverMode.ATOMIC else self.job.mode
+        way = HandoverMode.ROLLING if self.job.mode in PRECOPY_MODES else self.job.mode
         answer = self._ask(lambda: self.source.handover(str(self.job.id), self.attempt, wave, len(wave), way), phase)
         results: Rows = answer.get("results") or []
         journal.note_handed_over(self.job.id, results)

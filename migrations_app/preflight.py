@@ -133,8 +133,8 @@ def _convergence(estimate: Estimate) -> Check:
     if estimate.converges:
         return Check("convergence", f"writes {written}", f"takes {way}", "ok")
     remedy = (
-        "KV is written faster than it can be copied, so the rounds do not get smaller: recompute on the target "
-        "(mode recompute), accept long pauses, or wait for less load."
+        "KV is written faster than it can be copied, so the rounds do not get smaller: slow the source down (mode "
+        "slowed), compute the KV again on the target (mode recompute), accept long pauses, or wait for less load."
     )
     return Check("convergence", f"writes {written}", f"takes {way}", "warning", remedy)
 

@@ -71,7 +71,11 @@ class Attach(Call):
 
 
 class Round(Call):
+    """`slow_source`: from then on the source pauses before its steps as long as it writes KV faster than it can be
+    copied."""
+
     round: Annotated[int, msgspec.Meta(ge=0)]
+    slow_source: bool = False
 
 
 class Handover(Call):

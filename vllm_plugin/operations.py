@@ -214,7 +214,7 @@ def _attach(engine: MigrationEngine, payload: Payload) -> Payload:
 
 
 def _round(engine: MigrationEngine, payload: Payload) -> Payload:
-    return _source(engine, payload).round(int(payload["round"]))
+    return _source(engine, payload).round(int(payload["round"]), bool(payload.get("slow_source")))
 
 
 def _handover(engine: MigrationEngine, payload: Payload) -> Payload:

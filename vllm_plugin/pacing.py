@@ -5,10 +5,30 @@ from __future__ import annotations
 import math
 import time
 
-__all__ = ["CHUNK", "Pace"]
+__all__ = ["CHUNK", "Pace", "brake"]
 
 #: Bytes between two looks at the clock.
 CHUNK = 4 * 1024 * 1024
+
+#: A source that is slowed down writes at most this share of what the way carries: each round is half of the one before.
+WRITTEN_SHARE = 0.5
+#: Longest pause before a step: the engine answers nobody meanwhile.
+LONGEST_PAUSE_S = 0.5
+
+
+def brake(bytes_per_step: float, step_s: float, bytes_per_s: float) -> float:
+    """How long a source pauses before each step so that its KV can be copied faster than it is written.
+
+    Args:
+        bytes_per_step: KV that one step writes. step_s: how long one takes without a pause.
+        bytes_per_s: what the way carried.
+
+    Returns:
+        Seconds; 0 where it is slow enough as it is.
+    """
+    if bytes_per_s <= 0:
+        return 0.0
+    return min(LONGEST_PAUSE_S, max(0.0, bytes_per_step / (WRITTEN_SHARE * bytes_per_s) - step_s))
 
 
 class Pace:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 from vllm_plugin.messages import Grow, GrowItem, Grown
 from vllm_plugin.move import Member, Move
+from vllm_plugin.pacing import brake
 from vllm_plugin.scheduler import Snapshot
 from vllm_plugin.workers import Blocks
 
@@ -15,16 +17,20 @@ if TYPE_CHECKING:
 
 __all__ = ["copy_full_blocks", "freeze", "look", "reserve", "run_round", "unpin"]
 
+logger = logging.getLogger("vllm.vllm_hi.rounds")
+
 #: Steps in flight end within the pipeline's depth; longer than this and the freeze is given up.
 DRAIN_DEADLINE_S = 0.8
 
 
-def run_round(session: SourceSession, number: int) -> dict[str, Any]:
+def run_round(session: SourceSession, number: int, slow_source: bool) -> dict[str, Any]:
     """Sends every full block that B does not have yet; the answer is that of docs/protocol.md, section 4."""
     started = time.monotonic()
     moves = [move for move in session.moves.values() if move.state == "copying"]
     first = [member for move in moves for member in move.members if member.hit_tokens is None]
     moves, sent = copy_full_blocks(session, moves)
+    if slow_source and sent:
+        _slow_down(session, sent * session.engine.workers.block_bytes / (time.monotonic() - started))
     time.sleep(session.engine.faults.hold_round_s)
     ended = session.take_ended()
     dirty = session.engine.on_engine(lambda: sum(_ready_blocks(session, move) for move in moves))
@@ -36,6 +42,7 @@ def run_round(session: SourceSession, number: int) -> dict[str, Any]:
         "hit_blocks": sum((member.hit_tokens or 0) // block_size for member in first),
         "dirty_blocks": dirty,
         "duration_s": time.monotonic() - started,
+        "pause_s": session.engine.scheduler.pause_s,
         "transport": session.engine.workers.transport,
         "attached": len(moves),
         "finished": [move.request_id for move in ended if move.state == "finished"],
@@ -45,6 +52,15 @@ def run_round(session: SourceSession, number: int) -> dict[str, Any]:
             if move.state == "stayed"
         ],
     }
+
+
+def _slow_down(session: SourceSession, bytes_per_s: float) -> None:
+    """Until the session ends the source writes no faster than so much KV can be copied."""
+    scheduler, workers = session.engine.scheduler, session.engine.workers
+    bytes_per_step = len(scheduler.running) * workers.block_bytes / scheduler.block_size
+    step_s = max(0.0, scheduler.pulse.step_s - scheduler.pause_s)
+    scheduler.pause_s = brake(bytes_per_step, step_s, bytes_per_s)
+    logger.info("migration %s: the source pauses %.0f ms before each step", session.job, scheduler.pause_s * 1e3)
 
 
 def _ready_blocks(session: SourceSession, move: Move) -> int:

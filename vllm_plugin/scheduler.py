@@ -80,6 +80,8 @@ class MigrationScheduler(Scheduler):
         self.book = MoveBook()
         self.migration_listener: SchedulerListener | None = None
         self.pulse = Pulse()
+        #: Seconds to wait before each step, for a migration that cannot keep pace (pacing.py, `brake`).
+        self.pause_s = 0.0
         if self.vllm_config.max_concurrent_batches > 1:
             # A step in flight may still write blocks that an abort has just freed, and a peer may be handed them.
             self.defer_block_free = True
@@ -118,6 +120,7 @@ class MigrationScheduler(Scheduler):
             free = self.kv_cache_manager.block_pool.get_num_free_blocks()
             if free < len(self.running):
                 self.migration_listener.memory_pressure()
+        time.sleep(self.pause_s)
         now = time.monotonic()
         self.pulse.beat(now)
         promised = self.book.promised(now)

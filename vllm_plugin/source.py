@@ -75,11 +75,11 @@ class SourceSession:
         self.check()
         return attach.attach(self, request_ids)
 
-    def round(self, number: int) -> dict[str, Any]:
+    def round(self, number: int, slow_source: bool = False) -> dict[str, Any]:
         """Asked again with a number that is done, it repeats the answer."""
         self.check()
         if number not in self._rounds:
-            self._rounds[number] = rounds.run_round(self, number)
+            self._rounds[number] = rounds.run_round(self, number, slow_source)
         return self._rounds[number]
 
     def handover(self, request_ids: list[str] | None, wave: int, mode: HandoverMode = "rolling") -> dict[str, Any]:
@@ -226,6 +226,7 @@ class SourceSession:
                 return 0
             self._closed = True
         self.aborting = True
+        self.engine.scheduler.pause_s = 0.0
         released = 0
         self._settle([move for move in self.moves.values() if move.state not in ALONE and not move.ended])
         for move in list(self.moves.values()):

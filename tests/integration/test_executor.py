@@ -72,6 +72,7 @@ def test_everything_moves(pair: Pair) -> None:
     ("mode", "rounds", "waves", "way"),
     [
         ("rolling", 3, [4, 2], "rolling"),
+        ("slowed", 3, [4, 2], "rolling"),
         ("atomic", 3, [6], "rolling"),
         ("stop_and_copy", 0, [6], "stop_and_copy"),
         ("recompute", 0, [4, 2], "recompute"),
@@ -86,6 +87,7 @@ def test_the_ways_of_handing_over(pair: Pair, mode: str, rounds: int, waves: lis
     calls = pair.a.named("handover")
     assert [len(body["request_ids"]) for body in calls] == waves
     assert {body["mode"] for body in calls} == {way}
+    assert all(body["slow_source"] == (mode == "slowed") for body in pair.a.named("round"))
 
 
 def test_the_seeds_view_of_it(pair: Pair) -> None:
