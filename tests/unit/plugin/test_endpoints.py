@@ -119,7 +119,7 @@ async def test_join_token_opens_our_routes_and_nothing_else_when_vllm_has_an_api
         ("start", JOB | {"peer": PEER}, JOB | {"peer": PEER, "lease_s": 30.0}),
         ("attach", JOB | {"request_ids": ["r1"]}, JOB | {"request_ids": ["r1"]}),
         ("attach", JOB, JOB | {"request_ids": None}),
-        ("round", JOB | {"round": 0}, JOB | {"round": 0}),
+        ("round", JOB | {"round": 0}, JOB | {"round": 0, "slow_source": False}),
         ("handover", JOB | {"wave": 2}, JOB | {"request_ids": None, "wave": 2, "mode": "rolling"}),
         ("handover", JOB | {"mode": "recompute"}, JOB | {"request_ids": None, "wave": 4, "mode": "recompute"}),
         ("probe", {"host": "10.0.0.2", "data_ports": [9000]}, {"host": "10.0.0.2", "data_ports": [9000]}),
