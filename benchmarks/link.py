@@ -23,12 +23,12 @@ HOST = "127.0.0.1"
 CHUNK = 16 * 1024
 LENGTH_BYTES = 4
 
-#: Takes the body of a frame; returns the frame to send in its place, or None to leave it as it is.
+#: Takes the body of a frame; returns the frame to send in its place, or None for one that does not matter.
 Change = Callable[[bytes], Awaitable[bytes | None]]
 
 
 async def _chunks(reader: asyncio.StreamReader, change: Change | None) -> AsyncIterator[bytes]:
-    """What comes in; frame by frame until `change` has changed one, then as it comes."""
+    """What comes in; frame by frame until `change` has seen the one that matters, then as it comes."""
     with suppress(asyncio.IncompleteReadError, ConnectionError):
         while change is not None:
             head = await reader.readexactly(LENGTH_BYTES)
@@ -118,10 +118,12 @@ class _Relay:
 
 
 async def _from_another_host(body: bytes) -> bytes | None:
+    """The first message after the handshake, if it says where the source is."""
     message = _decoded(decode_data, body)
-    if not isinstance(message, Reach):
+    if message is None:
         return None
-    message.host = "another host"
+    if isinstance(message, Reach):
+        message.host = "another host"
     return encode_frame(message)
 
 

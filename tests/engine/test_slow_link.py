@@ -18,7 +18,7 @@ BYTES_PER_S, RTT_S = 200e6 / 8, 0.02
 def test_over_a_slow_link_everything_moves_and_little_is_left_for_the_handover(stack: RunningStack) -> None:
     source, target = stack.remember_roles()
     free = stack.free_blocks(source), stack.free_blocks(target)
-    kv = stack.status(source)["kv"]
+    kv, control_port = stack.status(source)["kv"], stack.status(target)["control_port"]
     kinds = [{"temperature": 0}, {"temperature": 1.0, "seed": 7}]
     # Far from the end of a block, so that none becomes full during the handover.
     requests = [sized_request(f"slow-{index}", 140, 200, 8300 + index, kinds[index % 2]) for index in range(4)]
@@ -29,7 +29,7 @@ def test_over_a_slow_link_everything_moves_and_little_is_left_for_the_handover(s
         return dict(answer.json())
 
     async def move() -> tuple[list[dict[str, Any]], list[dict[str, Any]], Link]:
-        async with slow_link(stack.status(target)["control_port"], BYTES_PER_S, RTT_S) as (port, link):
+        async with slow_link(control_port, BYTES_PER_S, RTT_S) as (port, link):
             return *await move_all(call, target, port), link
 
     with stack.faults(source, step_delay_s=0.05):
