@@ -60,6 +60,9 @@ def _slow_down(session: SourceSession, bytes_per_s: float) -> None:
     bytes_per_step = len(scheduler.running) * workers.block_bytes / scheduler.block_size
     step_s = max(0.0, scheduler.pulse.step_s - scheduler.pause_s)
     scheduler.pause_s = brake(bytes_per_step, step_s, bytes_per_s)
+    if session.aborting:
+        # Its end has let the source go at full speed again, or is about to.
+        scheduler.pause_s = 0.0
     logger.info("migration %s: the source pauses %.0f ms before each step", session.job, scheduler.pause_s * 1e3)
 
 

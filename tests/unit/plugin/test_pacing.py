@@ -50,7 +50,8 @@ def test_the_source_writes_at_most_half_of_what_the_way_carries(
 def test_the_pause_does_not_count_as_a_part_of_the_step() -> None:
     scheduler = SimpleNamespace(running=["a", "b"], block_size=128, pause_s=0.0, pulse=SimpleNamespace(step_s=0.1))
     workers = SimpleNamespace(block_bytes=128 * 500_000)
-    session: Any = SimpleNamespace(job="j", engine=SimpleNamespace(scheduler=scheduler, workers=workers))
+    engine = SimpleNamespace(scheduler=scheduler, workers=workers)
+    session: Any = SimpleNamespace(job="j", aborting=False, engine=engine)
     _slow_down(session, 10e6)
     assert scheduler.pause_s == pytest.approx(0.1)
     # Asked again, now that the steps take 0.2 s with it.
@@ -61,3 +62,8 @@ def test_the_pause_does_not_count_as_a_part_of_the_step() -> None:
     scheduler.running = ["a"]
     _slow_down(session, 10e6)
     assert scheduler.pause_s == pytest.approx(0.0)
+    # The migration ends in this very moment.
+    scheduler.running = ["a", "b"]
+    session.aborting = True
+    _slow_down(session, 10e6)
+    assert scheduler.pause_s == 0.0
