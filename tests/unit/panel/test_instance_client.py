@@ -35,7 +35,7 @@ def test_it_sends_the_token_the_body_and_its_own_timeout() -> None:
     (request,) = seen
     assert request.headers["Authorization"] == "Bearer secret"
     assert str(request.url) == "http://127.0.0.1:8000/vllm_hi/migration/round"
-    assert json.loads(request.content) == {"job": "job", "attempt": 2, "round": 3}
+    assert json.loads(request.content) == {"job": "job", "attempt": 2, "round": 3, "slow_source": False}
     assert request.extensions["timeout"]["read"] == TIMEOUTS["round"]
 
 
