@@ -225,7 +225,7 @@ def _short_ones(state: str) -> list[Request]:
     """The first ends while the others wait for their handover; at the freeze, one ends in every other step."""
     if state == "frozen":
         return _ending()
-    return [*mixed_requests(1, tokens=200, salt=702), *mixed_requests(2, tokens=TOKENS, salt=703)]
+    return [*mixed_requests(1, tokens=120, salt=702), *mixed_requests(2, tokens=TOKENS, salt=703)]
 
 
 def _one_ended(_job: dict[str, Any], rows: list[dict[str, Any]]) -> str:
