@@ -200,7 +200,7 @@ class Stack:
         """The id that the running instance itself says it has; empty before it has registered."""
         headers = {"Authorization": f"Bearer {self.join_token}"}
         answer = await client.get(f"{instance.base_url}/vllm_hi/status", headers=headers)
-        return str(answer.json()["vllm_hi_id"] or "") if answer.status_code == 200 else ""
+        return str(answer.json().get("vllm_hi_id") or "") if answer.status_code == 200 else ""
 
     @contextlib.asynccontextmanager
     async def client(self) -> AsyncIterator[httpx.AsyncClient]:

@@ -120,7 +120,8 @@ class MigrationScheduler(Scheduler):
             free = self.kv_cache_manager.block_pool.get_num_free_blocks()
             if free < len(self.running):
                 self.migration_listener.memory_pressure()
-        time.sleep(self.pause_s)
+        if self.pause_s:
+            time.sleep(self.pause_s)
         now = time.monotonic()
         self.pulse.beat(now)
         promised = self.book.promised(now)
