@@ -30,6 +30,8 @@ __all__ = ["Migration", "MigrationRun", "Panel", "migrate_under_load", "summary"
 TERMINAL = ("done", "partial", "failed", "aborted")
 #: Seconds.
 MIGRATION_LIMIT_S = 180.0
+#: Each question costs the panel some 30 ms of a core that may be an engine's.
+POLL_S = 0.5
 console = Console(stderr=True)
 
 
@@ -105,7 +107,7 @@ class Panel:
         while (job := await self.get(path))["state"] not in TERMINAL:
             if time.monotonic() - began > limit_s:
                 raise RuntimeError(f"migration {job_id} is still {job['state']} after {limit_s:.0f} s")
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(POLL_S)
         requests = [{**row, "job": job_id} for row in await self.rows(f"{path}/requests")]
         return Migration(job, await self.rows(f"{path}/rounds"), requests)
 

@@ -34,19 +34,28 @@ VARIABLES = {"VLLM_SERVER_DEV_MODE": "1"}
 
 @dataclass(frozen=True)
 class Size:
-    """How often each scenario runs, and how large it is."""
+    """How often each scenario runs, and how large it is.
 
-    idle: int
-    moves: int
+    Attributes:
+        idle_moves: of one stream, to and fro.
+        busy, busy_moves: loads of eight streams, and moves of each, every second one back to an instance without load.
+        many_moves: of 32 streams.
+        crowd, crowd_prompt, crowd_moves: streams, their tokens, and how often they are handed over one by one.
+        replays: streams that are computed again.
+    """
+
+    idle_moves: int
     busy: int
-    many: int
+    busy_moves: int
+    many_moves: int
     crowd: int
     crowd_prompt: int
+    crowd_moves: int
     replays: int
 
 
-QUICK = Size(idle=1, moves=14, busy=3, many=0, crowd=8, crowd_prompt=600, replays=4)
-FULL = Size(idle=4, moves=14, busy=8, many=1, crowd=32, crowd_prompt=1000, replays=8)
+QUICK = Size(idle_moves=8, busy=1, busy_moves=4, many_moves=0, crowd=8, crowd_prompt=600, crowd_moves=2, replays=1)
+FULL = Size(idle_moves=14, busy=4, busy_moves=4, many_moves=3, crowd=32, crowd_prompt=1000, crowd_moves=1, replays=5)
 
 
 def streams(count: int, prompt: int, tokens: int, salt: int) -> list[Request]:
@@ -59,51 +68,59 @@ def streams(count: int, prompt: int, tokens: int, salt: int) -> list[Request]:
 
 
 async def idle(rig: Rig, size: Size) -> list[Shot]:
-    """One stream at a time onto an instance that has nothing to do, with short and long prompts in turn."""
-    tokens = 60 + size.moves * 45
-    loads = [
-        (prompt, streams(1, prompt, tokens, 100 + number)) for number in range(size.idle) for prompt in (100, 1500)
-    ]
-    references = await rig.undisturbed([request for _, requests in loads for request in requests])
+    """One stream at a time onto an instance that has nothing to do, with a short and a long prompt."""
+    prompts = (100, 1500)
+    loads = [streams(1, prompt, 40 + size.idle_moves * 30, 100) for prompt in prompts]
+    references = await rig.undisturbed([request for requests in loads for request in requests])
     return [
-        await shoot(rig, f"idle {prompt}", requests, [reference], moves=size.moves, between=12)
-        for (prompt, requests), reference in zip(loads, references, strict=True)
+        await shoot(rig, f"idle {prompt}", requests, [reference], moves=size.idle_moves, between=12)
+        for prompt, requests, reference in zip(prompts, loads, references, strict=True)
     ]
 
 
 async def busy(rig: Rig, size: Size) -> list[Shot]:
-    """Eight streams onto a target that serves four of its own."""
+    """Eight streams onto a target that serves four of its own; the way back is to an idle one."""
     shots = []
     for number in range(size.busy):
-        own, requests = streams(4, 100, 240, 300 + number), streams(8, 200, 160, 200 + number)
+        own, requests = streams(4, 100, 240, 300 + number), streams(8, 200, 40 + size.busy_moves * 35, 200 + number)
         references = await rig.undisturbed(requests)
-        shots.append(await shoot(rig, "busy", requests, references, own=own, start_after=40))
+        shot = await shoot(
+            *(rig, "busy", requests, references),
+            own=own,
+            moves=size.busy_moves,
+            way_back="rolling 8",
+            start_after=12,
+            between=12,
+        )
+        shots.append(shot)
     return shots
 
 
 async def many(rig: Rig, size: Size) -> list[Shot]:
-    """Thirty-two streams onto an idle target, and eight for comparison."""
-    shots = []
-    for number in range(size.many):
-        for count in (8, 32):
-            requests = streams(count, 200, 160, 400 + 10 * number + count)
-            shots.append(await shoot(rig, f"rolling {count}", requests, await rig.undisturbed(requests)))
-    return shots
+    """Thirty-two streams onto an idle target; for comparison with eight."""
+    if not size.many_moves:
+        return []
+    requests = streams(32, 200, 40 + size.many_moves * 45, 400)
+    references = await rig.undisturbed(requests)
+    return [await shoot(rig, "rolling 32", requests, references, moves=size.many_moves, between=12)]
 
 
 async def crowd(rig: Rig, size: Size) -> list[Shot]:
     """Many long streams by all ways of handing over: ours, all with one cut (the seed's way), and without copying
     ahead."""
-    requests = streams(size.crowd, size.crowd_prompt, 120, 500)
+    requests = streams(size.crowd, size.crowd_prompt, 60 + size.crowd_moves * 40, 500)
     references = await rig.undisturbed(requests)
-    modes = ("rolling", "atomic", "stop_and_copy")
-    return [await shoot(rig, f"crowd {mode}", requests, references, mode=mode) for mode in modes]
+    moves = {"rolling": size.crowd_moves, "atomic": 1, "stop_and_copy": 1}
+    return [
+        await shoot(rig, f"crowd {mode}", requests, references, mode=mode, moves=count, between=12)
+        for mode, count in moves.items()
+    ]
 
 
 async def replay(rig: Rig, size: Size) -> list[Shot]:
     """One long stream whose KV the target computes again (Dynamo's way)."""
     # Every second one: those with a seed are not computed again, vLLM's random state would not survive it.
-    requests = streams(2 * size.replays, 1500, 80, 600)[::2]
+    requests = streams(2 * size.replays, 1500, 60, 600)[::2]
     references = await rig.undisturbed(requests)
     return [
         await shoot(rig, "replay 1500", [request], [reference], mode="recompute")
@@ -129,9 +146,8 @@ async def measure(arguments: argparse.Namespace) -> list[Shot]:
         )
         async with started as rig:
             # The first steps of an engine are slower than all later ones.
-            for number in (1, 2):
-                requests = streams(8, 200, 80, number)
-                await shoot(rig, "warm", requests, await rig.undisturbed(requests))
+            requests = streams(8, 200, 50, 1)
+            await shoot(rig, "warm", requests, await rig.undisturbed(requests), moves=2, between=8)
             for name, scenario in SCENARIOS.items():
                 if not arguments.only or name in arguments.only:
                     found = await scenario(rig, size)

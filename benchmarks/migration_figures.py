@@ -31,7 +31,7 @@ ROLLING = ("idle 100", "idle 1500", "busy", "rolling 8", "rolling 32", "crowd ro
 
 def figures(shots: Sequence[Shot]) -> dict[str, Any]:
     """The benchmark's JSON line; None for what was not measured."""
-    by = {name: _cuts(shots, name) for name in {shot.scenario for shot in shots}}
+    by = {name: _cuts(shots, name) for name in {cut.scenario for shot in shots for cut in shot.cuts}}
     idle = [*by.get("idle 100", []), *by.get("idle 1500", [])]
     rolling = [cut for name in ROLLING for cut in by.get(name, [])]
     ours = by.get("crowd rolling", [])
@@ -60,7 +60,7 @@ def figures(shots: Sequence[Shot]) -> dict[str, Any]:
 def table(shots: Sequence[Shot]) -> str:
     """One line for each scenario: cuts, gaps, and where the time went."""
     lines = []
-    for name in dict.fromkeys(shot.scenario for shot in shots):
+    for name in dict.fromkeys(name for shot in shots for name in (shot.scenario, shot.way_back) if name):
         cuts = _cuts(shots, name)
         mine = [shot for shot in shots if shot.scenario == name]
         states = [migration.job["state"] for shot in mine for migration in shot.migrations]
@@ -78,6 +78,8 @@ def table(shots: Sequence[Shot]) -> str:
         stages = dict.fromkeys(stage for cut in cuts for stage in cut.stages)
         medians = {stage: _median([cut.stages[stage] for cut in cuts if stage in cut.stages]) for stage in stages}
         lines.append("  " + ", ".join(f"{stage} {value} ms" for stage, value in medians.items()))
+        if not mine:
+            continue
         pauses = [one for shot in mine for one in shot.bystander_pauses()]
         sent, had = (sum(pair) for pair in zip(*(shot.whole_blocks() for shot in mine), strict=True))
         lines.append(f"  bystanders' longest pause {_median(pauses)} itl; whole blocks sent {sent} of {had}")
@@ -85,7 +87,7 @@ def table(shots: Sequence[Shot]) -> str:
 
 
 def _cuts(shots: Sequence[Shot], scenario: str) -> list[Cut]:
-    return [cut for shot in shots if shot.scenario == scenario for cut in shot.cuts]
+    return [cut for shot in shots for cut in shot.cuts if cut.scenario == scenario]
 
 
 def _while_copying(shots: Sequence[Shot]) -> tuple[float | None, float | None]:

@@ -22,6 +22,8 @@ __all__ = ["Cut", "Shot", "cuts_of", "shoot", "switch_times"]
 
 #: Tokens of a KV block in all measured instances.
 BLOCK_TOKENS = 128
+#: Tokens that the target's own streams get before anything moves.
+OWN_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Cut:
         itl_ms: this client's median time between tokens, without the cuts; `after_ms`: that on the target alone.
         tokens: of the request at that moment, prompt included.
         stages: what the source measured, by name in ms.
+        scenario: which one it counts for.
     """
 
     gap_ms: float
@@ -40,6 +43,7 @@ class Cut:
     after_ms: float
     tokens: int
     stages: dict[str, float]
+    scenario: str = ""
 
     @property
     def in_itl(self) -> float:
@@ -56,8 +60,9 @@ class Shot:
 
     Attributes:
         windows: begin and end of each migration on the clock of `Answer.arrivals`.
-        bystanders: answers of streams that the target served all the time.
+        bystanders: answers of streams that the target served meanwhile.
         wall_offset: Unix time minus that clock, in seconds.
+        way_back: scenario of every second migration, when it is another one.
     """
 
     scenario: str
@@ -67,6 +72,7 @@ class Shot:
     windows: list[tuple[float, float]]
     bystanders: list[Answer] = field(default_factory=list)
     wall_offset: float = 0.0
+    way_back: str = ""
 
     @property
     def exact(self) -> bool:
@@ -74,7 +80,12 @@ class Shot:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        return [row for migration in self.migrations for row in migration.requests if row["outcome"] == "moved"]
+        return [
+            {**row, "scenario": self.way_back if self.way_back and number % 2 else self.scenario}
+            for number, migration in enumerate(self.migrations)
+            for row in migration.requests
+            if row["outcome"] == "moved"
+        ]
 
     @property
     def cuts(self) -> list[Cut]:
@@ -119,6 +130,7 @@ async def shoot(
     mode: str = "rolling",
     moves: int = 1,
     own: Sequence[Request] = (),
+    way_back: str = "",
     start_after: int = 24,
     between: int = 24,
 ) -> Shot:
@@ -126,14 +138,16 @@ async def shoot(
 
     Args:
         references: the answers of that run.
-        own: requests that the target serves from the beginning, past the proxy.
+        own: requests that the second instance serves, past the proxy, while it is the target; it starts again with them
+            for each migration there, and drops them for the way back.
+        way_back: scenario of the migrations back.
         start_after, between: tokens that every stream gets before the first migration, and before each further one.
     """
     source, target = await rig.settled()
     live: list[Answer] = []
     bystanders: list[Answer] = []
     load = asyncio.ensure_future(run_requests(rig.clients_url, rig.model, requests, progress=live.extend))
-    beside = asyncio.ensure_future(run_requests(target.base_url, rig.model, own, progress=bystanders.extend))
+    beside: asyncio.Future[Any] = asyncio.ensure_future(asyncio.sleep(0))
     migrations: list[Migration] = []
     windows: list[tuple[float, float]] = []
     headers = {"Authorization": f"Bearer {rig.stack.api_token}"}
@@ -141,24 +155,31 @@ async def shoot(
         async with aiohttp.ClientSession(rig.stack.url, headers=headers) as session:
             panel = Panel(session)
             for number in range(moves):
+                there = number % 2 == 0
+                if own and there:
+                    mine: list[Answer] = []
+                    beside = asyncio.ensure_future(run_requests(target.base_url, rig.model, own, progress=mine.extend))
+                    await until_all_have(mine, OWN_TOKENS, beside)
+                    bystanders += mine
                 await until_all_have(live, between if number else start_after, load)
                 if load.done():
                     break
-                if not own:
+                if not own or not there:
                     await rig.forget_prefixes(target)
                 began = time.monotonic()
                 job = await rig.migrate(source, target, mode=mode)
                 migrations.append(await panel.finished(job))
                 windows.append((began, time.monotonic()))
                 source, target = target, source
+                beside.cancel()
         answers = await load
-        await beside
     finally:
         load.cancel()
         beside.cancel()
     rows = [row for migration in migrations for row in migration.requests]
     found = verdicts(list(references), answers, rows)
-    return Shot(scenario, answers, found, migrations, windows, bystanders, time.time() - time.monotonic())
+    offset = time.time() - time.monotonic()
+    return Shot(scenario, answers, found, migrations, windows, bystanders, offset, way_back)
 
 
 # -- times of one stream -----------------------------------------------------------------------------------------------
@@ -214,6 +235,9 @@ def cuts_of(answer: Answer, rows: Sequence[dict[str, Any]]) -> list[Cut]:
             gap = max(spacing[index][1] for index in at)
             tokens = row["prompt_tokens"] + row["output_tokens"]
             cuts.append(
-                Cut(gap, statistics.median(ordinary), statistics.median(after), tokens, row.get("stages") or {})
+                Cut(
+                    *(gap, statistics.median(ordinary), statistics.median(after), tokens),
+                    *(row.get("stages") or {}, row.get("scenario", "")),
+                )
             )
     return cuts
