@@ -70,7 +70,7 @@ def streams(count: int, prompt: int, tokens: int, salt: int) -> list[Request]:
 async def idle(rig: Rig, size: Size) -> list[Shot]:
     """One stream at a time onto an instance that has nothing to do, with a short and a long prompt."""
     prompts = (100, 1500)
-    loads = [streams(1, prompt, 40 + size.idle_moves * 30, 100) for prompt in prompts]
+    loads = [streams(1, prompt, 40 + size.idle_moves * 45, 100) for prompt in prompts]
     references = await rig.undisturbed([request for requests in loads for request in requests])
     return [
         await shoot(rig, f"idle {prompt}", requests, [reference], moves=size.idle_moves, between=12)
@@ -82,7 +82,7 @@ async def busy(rig: Rig, size: Size) -> list[Shot]:
     """Eight streams onto a target that serves four of its own; the way back is to an idle one."""
     shots = []
     for number in range(size.busy):
-        own, requests = streams(4, 100, 240, 300 + number), streams(8, 200, 40 + size.busy_moves * 35, 200 + number)
+        own, requests = streams(4, 100, 240, 300 + number), streams(8, 200, 40 + size.busy_moves * 55, 200 + number)
         references = await rig.undisturbed(requests)
         shot = await shoot(
             *(rig, "busy", requests, references),

@@ -22,6 +22,8 @@ __all__ = ["Cut", "Shot", "cuts_of", "shoot", "switch_times"]
 
 #: Tokens of a KV block in all measured instances.
 BLOCK_TOKENS = 128
+#: Times between tokens before and after one that tell what is usual there.
+AROUND = 8
 #: Tokens that the target's own streams get before anything moves.
 OWN_TOKENS = 8
 
@@ -92,20 +94,20 @@ class Shot:
         return [cut for answer in self.answers for cut in cuts_of(answer, self.rows)]
 
     def bystander_pauses(self) -> list[float]:
-        """The longest pause of each stream that stood by, in its own median times between tokens: those of the target,
-        and those of the source outside of their own cuts."""
+        """The longest pause of each stream that stood by, in its median time between tokens around it: those of the
+        target, and those of the source outside of their own cuts. Around it, because a target that takes eight
+        streams in addition to four has longer steps from then on, pause or not."""
         found = []
         for answer in [*self.bystanders, *self.answers]:
             own = _near(answer, self.rows)
             spacing = _spacing(answer)
-            usual = statistics.median(pause for _, pause in spacing) if spacing else 0.0
             during = [
-                pause
+                pause / statistics.median(usual for _, usual in spacing[max(0, index - AROUND) : index + AROUND + 1])
                 for index, (when, pause) in enumerate(spacing)
                 if index not in own and any(begin < when < end for begin, end in self.windows)
             ]
-            if usual and during:
-                found.append(max(during) / usual)
+            if during:
+                found.append(max(during))
         return found
 
     def whole_blocks(self) -> tuple[int, int]:

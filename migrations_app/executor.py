@@ -297,8 +297,12 @@ class Execution:
 
     def _hand_over(self, ids: list[str]) -> bool:
         """Small waves: each costs its clients one short pause. Returns whether any request left the source."""
-        rolls = self.job.mode in (HandoverMode.ROLLING, HandoverMode.SLOWED, HandoverMode.RECOMPUTE)
-        size = max(1, settings.VLLM_HI_HANDOVER_WAVE) if rolls else len(ids)
+        size = len(ids)
+        if self.job.mode == HandoverMode.RECOMPUTE:
+            # The target computes a whole context in one step, and its clients wait for no other.
+            size = 1
+        elif self.job.mode in (HandoverMode.ROLLING, HandoverMode.SLOWED):
+            size = max(1, settings.VLLM_HI_HANDOVER_WAVE)
         waves = [ids[start : start + size] for start in range(0, len(ids), size)]
         results: Rows = []
         for number, wave in enumerate(waves):

@@ -195,7 +195,7 @@ class ProxyApp:
             case OpenLeg(), LiveStream():
                 stream.open_leg(message, link)
             case Freezing(), LiveStream():
-                stream.freezing(message.ticket)
+                stream.freezing(message)
             case CloseLeg(), LiveStream():
                 stream.close_leg(message.ticket)
             case Resolve(), LiveStream():

@@ -44,6 +44,7 @@ class SecondLeg:
         self._context = context
         self._stream_id = stream_id
         self._reported = False
+        self._patience_s = 0.0
         self._too_late = too_late
         self._deadline = asyncio.get_running_loop().call_later(LEG_S, too_late, self)
 
@@ -69,20 +70,22 @@ class SecondLeg:
 
         self._context.spawn(report())
 
-    def freeze(self, event: str) -> None:
+    def freeze(self, event: str, patience_s: float = 0.0) -> None:
         """B may own the stream from now on, and must produce within the patience; once leg one is lost there is more of
         it, for nobody else will.
 
         Args:
             event: `freezing`, or `leg_one_lost`: A may have died with its notice still on the way.
+            patience_s: what A says that B needs at least.
         """
         step = PROXY.steps[self.state, event]
         self.state = step.state
         if "start_patience" in step.actions:
             settings = self._context.settings
-            patience = settings.orphan_patience_s if self.state == "orphaned" else settings.patience_s
+            usual = settings.orphan_patience_s if self.state == "orphaned" else settings.patience_s
+            self._patience_s = max(self._patience_s, patience_s)
             self._deadline.cancel()
-            self._deadline = asyncio.get_running_loop().call_later(patience, self._too_late, self)
+            self._deadline = asyncio.get_running_loop().call_later(max(usual, self._patience_s), self._too_late, self)
 
     # -- the three ways it ends ----------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from proxy.pace import Pace
 from proxy.routing import Route
 from proxy.second import FirstTokenNotice, SecondLeg
 from proxy.tags import ClientRequest
-from vllm_plugin.wire import LegOpened, OpenLeg, Producing, Resolve, Resolved
+from vllm_plugin.wire import Freezing, LegOpened, OpenLeg, Producing, Resolve, Resolved
 
 __all__ = ["LiveStream"]
 
@@ -190,11 +190,11 @@ class LiveStream:
             self._second = None
             second.discard("leg_two_lost", "connect_failed")
 
-    def freezing(self, ticket: str) -> None:
+    def freezing(self, message: Freezing) -> None:
         """Starts the patience of a handover."""
-        second = self._matching(ticket)
+        second = self._matching(message.ticket)
         if second is not None:
-            second.freeze("freezing")
+            second.freeze("freezing", message.patience_s)
 
     def _too_late(self, second: SecondLeg) -> None:
         if self._second is second:

@@ -30,7 +30,7 @@ from vllm_plugin.operations import answer
 from vllm_plugin.scheduler import MigrationScheduler
 from vllm_plugin.settings import PluginSettings
 from vllm_plugin.source import SourceSession
-from vllm_plugin.states import PATIENCE_S
+from vllm_plugin.states import RECOMPUTE_PATIENCE_S
 from vllm_plugin.target import TargetSession, open_session
 from vllm_plugin.wire import (
     Auth,
@@ -189,7 +189,7 @@ class MigrationEngine:
 
     def _tell_again(self, worker: str, link: Link) -> None:
         """A proxy worker is back: what it may have missed, and still waits for, is repeated."""
-        oldest = time.monotonic() - PATIENCE_S
+        oldest = time.monotonic() - RECOMPUTE_PATIENCE_S
         for when, owner, message in list(self._produced):
             if owner == worker and when > oldest:
                 self.faults.say("producing", link, message)

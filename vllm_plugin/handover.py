@@ -18,6 +18,7 @@ from vllm_plugin.move import DEADLINES_S, Member, Move
 from vllm_plugin.pulse import TargetStep, aim
 from vllm_plugin.rounds import copy_full_blocks, freeze, look, reserve, unpin
 from vllm_plugin.scheduler import Snapshot
+from vllm_plugin.states import LONG_FREEZE_S, RECOMPUTE_PATIENCE_S
 from vllm_plugin.wire import Freezing, Resolve
 from vllm_plugin.workers import Blocks
 
@@ -46,6 +47,8 @@ def hand_over(session: SourceSession, moves: list[Move], mode: HandoverMode = "r
         moves = _copy_the_rest(session, moves)
     elif mode == "stop_and_copy":
         moves = reserve(session, moves)
+        for move in moves:
+            move.freeze_s = LONG_FREEZE_S
     else:
         moves = _recomputable(session, moves)
     moves = _prepare(session, moves)
@@ -55,7 +58,7 @@ def hand_over(session: SourceSession, moves: list[Move], mode: HandoverMode = "r
             # Nobody would bound the silence of the second leg, or switch.
             session.roll_back(move, "proxy_unreachable", "The proxy worker that owns the client was lost.")
         else:
-            link.send(Freezing(move.stream_id, move.ticket))
+            link.send(Freezing(move.stream_id, move.ticket, move.patience_s))
     moves = [move for move in moves if not move.ended]
     time.sleep(session.engine.faults.hold_before_freeze_s)
     if not moves:
@@ -73,27 +76,33 @@ def hand_over(session: SourceSession, moves: list[Move], mode: HandoverMode = "r
         for move in moves:
             move.stages["freeze"] = (frozen - asked) * 1e3
             move.stages["tail"] = (tails - frozen) * 1e3
+        if mode == "stop_and_copy":
+            # B's promise of a run slot may have run out meanwhile.
+            moves = _prepare(session, [move for move in moves if not move.ended])
         session.lead_s = 0.5 * session.lead_s + 0.5 * (tails - frozen)
         _commit(session, moves, items)
     finally:
         unpin(session, snapshots)
     for move in moves:
-        move.done.wait(DEADLINES_S["committed"] + 1.0)
+        move.done.wait(DEADLINES_S["committed"] + move.patience_s)
 
 
 def _copy_the_rest(session: SourceSession, moves: list[Move]) -> list[Move]:
     """Blocks that became full since the last round belong to the final increment."""
     had = {member.request_id: member.sent_blocks for move in moves for member in move.members if member.window}
+    sent = 0
     for _ in range(CATCH_UP):
         began = time.monotonic()
-        moves, _ = copy_full_blocks(session, moves)
+        moves, increment = copy_full_blocks(session, moves)
+        sent += increment.bytes
         # Over a slow link the requests have gone on for many steps meanwhile.
         if time.monotonic() - began < (2 * session.engine.scheduler.pulse.step_s or SHORT_S):
             break
     for move in moves:
-        late = sum(one.sent_blocks - had.get(one.request_id, _hit_blocks(session, one)) for one in move.members)
-        move.tail_blocks += late
-        move.tail_bytes += late * session.engine.workers.block_bytes
+        move.tail_blocks += sum(
+            one.sent_blocks - had.get(one.request_id, _hit_blocks(session, one)) for one in move.members
+        )
+        move.tail_bytes += sent // len(moves)
     return moves
 
 
@@ -105,6 +114,7 @@ def _recomputable(session: SourceSession, moves: list[Move]) -> list[Move]:
     moves = [move for move in moves if not move.ended]
     for move in moves:
         move.recompute = True
+        move.patience_s = RECOMPUTE_PATIENCE_S
         if session.engine.workers.keep_generators and any(snapshots[one.request_id].draws for _, one in move.live):
             message = "The request is seeded, and its random state does not survive a prefill; move its blocks instead."
             session.roll_back(move, "seeded_recompute", message)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal, cast
 
-from vllm_plugin.states import SOURCE
+from vllm_plugin.states import PATIENCE_S, SOURCE
 
 __all__ = ["ALONE", "DEADLINES_S", "TRANSITIONS", "Member", "Move", "MoveState"]
 
@@ -52,6 +53,7 @@ class Move:
     """`request_id`: the first member's. `prompt_tokens`, `kv_blocks`, `tokens` (output): sums over the members.
 
     `tail_blocks`, `tail_bytes`: what was sent for it in its own handover. `recompute`: B gets its tokens only.
+    `freeze_s`: how long it may be frozen, before B has it; `patience_s`: how long the proxy then waits for B.
     """
 
     request_id: str
@@ -67,6 +69,8 @@ class Move:
     tail_blocks: int = 0
     tail_bytes: int = 0
     recompute: bool = False
+    freeze_s: float = DEADLINES_S["frozen"]
+    patience_s: float = PATIENCE_S
     gap_ms: float | None = None
     itl_ms: float | None = None
     streamed: bool = False
@@ -111,9 +115,16 @@ class Move:
             self.done.set()
         return True
 
+    @property
+    def deadline_s(self) -> float:
+        """How long the present state may last; infinite where somebody else bounds it."""
+        if self.state == "frozen":
+            return self.freeze_s
+        deadline = DEADLINES_S.get(self.state, math.inf)
+        return deadline if self.state in ALONE else deadline + self.patience_s - PATIENCE_S
+
     def overdue(self, now: float) -> bool:
-        deadline = DEADLINES_S.get(self.state)
-        return deadline is not None and now - self.entered > deadline
+        return now - self.entered > self.deadline_s
 
     def result(self) -> dict[str, Any]:
         """The handover result of docs/protocol.md, section 4."""

@@ -18,9 +18,9 @@ REMEMBERED = 7
 #: Nothing ran for so long: the engine is idle, and takes a commit at once.
 IDLE_S = 1.0
 #: So many of A's own steps are looked at for a good moment: each later one only means one token more from A.
-STEPS_AHEAD = 4
+STEPS_AHEAD = 6
 #: And no later than this: B keeps its promise of a run slot for two seconds, and the proxy its patience for three.
-LONGEST_S = 0.25
+LONGEST_S = 0.8
 
 
 @dataclass(frozen=True)

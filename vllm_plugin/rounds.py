@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_plugin.messages import Grow, GrowItem, Grown
 from vllm_plugin.move import Member, Move
@@ -23,22 +23,30 @@ logger = logging.getLogger("vllm.vllm_hi.rounds")
 DRAIN_DEADLINE_S = 0.8
 
 
+class Sent(NamedTuple):
+    """Full blocks that B has now, and bytes that crossed the wire: fewer where most of a block had been sent ahead,
+    more where blocks that A still writes were sent along."""
+
+    blocks: int
+    bytes: int
+
+
 def run_round(session: SourceSession, number: int, slow_source: bool) -> dict[str, Any]:
     """Sends every full block that B does not have yet; the answer is that of docs/protocol.md, section 4."""
     started = time.monotonic()
     moves = [move for move in session.moves.values() if move.state == "copying"]
     first = [member for move in moves for member in move.members if member.hit_tokens is None]
     moves, sent = copy_full_blocks(session, moves)
-    if slow_source and sent:
-        _slow_down(session, sent * session.engine.workers.block_bytes / (time.monotonic() - started))
+    if slow_source and sent.bytes:
+        _slow_down(session, sent.bytes / (time.monotonic() - started))
     time.sleep(session.engine.faults.hold_round_s)
     ended = session.take_ended()
     dirty = session.engine.on_engine(lambda: sum(_ready_blocks(session, move) for move in moves))
     block_size = session.engine.scheduler.block_size
     return {
         "round": number,
-        "blocks": sent,
-        "bytes": sent * session.engine.workers.block_bytes,
+        "blocks": sent.blocks,
+        "bytes": sent.bytes,
         "hit_blocks": sum((member.hit_tokens or 0) // block_size for member in first),
         "dirty_blocks": dirty,
         "duration_s": time.monotonic() - started,
@@ -77,24 +85,25 @@ def _ready_blocks(session: SourceSession, move: Move) -> int:
     return ready
 
 
-def copy_full_blocks(session: SourceSession, moves: list[Move]) -> tuple[list[Move], int]:
+def copy_full_blocks(session: SourceSession, moves: list[Move]) -> tuple[list[Move], Sent]:
     """Tells B the new tokens, lets it hold blocks for them and one more, and sends the full blocks it lacks.
 
-    Returns the moves that are still on their way, and the number of blocks sent.
+    Returns the moves that are still on their way, and what was sent.
     """
     snapshots = look(session, moves, freezing=False)
     moves = [move for move in moves if not move.ended]
-    sent = 0
+    sent: list[Sent] = []
     try:
         for parts in _passes(moves, snapshots):
-            sent += _copy(session, parts, snapshots)
+            sent.append(_copy(session, parts, snapshots))
     except ConnectionError as error:
         for move in moves:
             session.roll_back(move, "target_lost", f"KV blocks could not be copied: {error}.")
-        return [], 0
+        return [], Sent(0, 0)
     finally:
         unpin(session, snapshots)
-    return [move for move in moves if not move.ended], sent
+    total = Sent(sum(one.blocks for one in sent), sum(one.bytes for one in sent))
+    return [move for move in moves if not move.ended], total
 
 
 def reserve(session: SourceSession, moves: list[Move]) -> list[Move]:
@@ -138,8 +147,8 @@ def _passes(moves: list[Move], snapshots: dict[str, Snapshot]) -> list[list[Part
     return [first, again + second]
 
 
-def _copy(session: SourceSession, parts: list[Part], snapshots: dict[str, Snapshot]) -> int:
-    """Raises: ConnectionError. Returns the number of blocks sent."""
+def _copy(session: SourceSession, parts: list[Part], snapshots: dict[str, Snapshot]) -> Sent:
+    """Raises: ConnectionError."""
     block_size = session.engine.scheduler.block_size
     blocks = Blocks()
     parts = _grow(session, parts, snapshots)
@@ -152,10 +161,10 @@ def _copy(session: SourceSession, parts: list[Part], snapshots: dict[str, Snapsh
             blocks.add(snapshot.block_ids[new], member.window[new], member.owner)
             if snapshot.valid_tokens % block_size and len(member.window) > full:
                 blocks.open.append((snapshot.block_ids[full], member.window[full], member.owner))
-        session.target.push(blocks)
+        sent, _ = session.target.push(blocks)
     for _, _, member in parts:
         member.sent_blocks = max(member.sent_blocks, snapshots[member.request_id].valid_tokens // block_size)
-    return len(blocks.source)
+    return Sent(len(blocks.source), sent)
 
 
 def look(session: SourceSession, moves: list[Move], freezing: bool) -> dict[str, Snapshot]:

@@ -98,9 +98,11 @@ def _side(
 LEASE_S = 30.0  #: A session's lease unless the job asks for another one; renewed by the job and by every message to B.
 ATTACH_S = 15.0  #: B's front end queues and tokenizes meanwhile; 5 s for `Expect`, 10 s for the leg.
 FREEZE_S = 1.0  #: The client feels it; nothing is lost by going on.
+LONG_FREEZE_S = 2.5  #: The same where all KV is copied meanwhile (`stop_and_copy`); shorter than the proxy's patience.
 LAST_RESORT_S = 10.0  #: Much longer than B's commit deadline and the proxy's patience together.
 COMMIT_S = 2.0  #: How long a promised run slot waits for its commit.
 PATIENCE_S = 3.0  #: How long the proxy lets a frozen stream be silent.
+RECOMPUTE_PATIENCE_S = 30.0  #: The same where B computes the whole context first; A's last resort moves along.
 ORPHAN_S = 10.0  #: How long it waits for B when leg one is lost: there is nothing to go back to.
 LEG_S = 600.0  #: A second leg that nobody speaks of any more; the longest lease that a job may ask for.
 

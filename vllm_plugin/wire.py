@@ -114,8 +114,11 @@ class LegOpened(msgspec.Struct, tag="leg_opened"):
 
 
 class Freezing(msgspec.Struct, tag="freezing"):
+    """`patience_s`: at least so long the stream may be silent; for what B must compute again first."""
+
     stream_id: str
     ticket: str
+    patience_s: float = 0.0
 
 
 class CloseLeg(msgspec.Struct, tag="close_leg"):

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from vllm_plugin.move import ALONE, DEADLINES_S, TRANSITIONS, Member, Move
+from vllm_plugin.states import LAST_RESORT_S, LONG_FREEZE_S, RECOMPUTE_PATIENCE_S
 
 ENDS = {"moved", "stayed", "finished"}
 
@@ -52,6 +53,19 @@ def test_a_deadline_counts_from_entering_the_state():
     one.advance("frozen")
     assert not one.overdue(one.entered + 0.5)
     assert one.overdue(one.entered + 1.5)
+
+
+def test_what_b_must_compute_or_copy_first_may_take_longer():
+    one = move("frozen")
+    one.freeze_s = LONG_FREEZE_S
+    assert not one.overdue(one.entered + 2.0)
+    assert one.overdue(one.entered + LONG_FREEZE_S + 0.1)
+    one.patience_s = RECOMPUTE_PATIENCE_S
+    for state in ("sent", "committed"):
+        one.advance(state)  # type: ignore[arg-type]
+        # A resumes by itself only long after the proxy has given B up.
+        assert not one.overdue(one.entered + RECOMPUTE_PATIENCE_S + 5)
+        assert one.overdue(one.entered + RECOMPUTE_PATIENCE_S + LAST_RESORT_S)
 
 
 def test_the_result_names_what_the_panel_shows():

@@ -272,6 +272,21 @@ async def test_patience_ends(rig: Rig) -> None:
     await stays_on_a(rig, exchange, on_a)
 
 
+async def test_a_target_that_computes_first_gets_the_patience_that_a_asks_for(rig: Rig) -> None:
+    exchange = rig.client.chat()
+    await rig.deliver(exchange, 3)
+    rig.lose_patience()
+    on_a, on_b = await rig.attach()
+    rig.a.send(Freezing(on_a.stream_id, TICKET, 60.0))
+    await asyncio.sleep(0.5)
+    assert not rig.a.all(Discarded)
+    on_b.commit(3)
+    rig.produce(on_a, 3)
+    await rig.a.expect(Switched)
+    on_b.release()
+    assert read_stream(await exchange.end()).text == TEXT
+
+
 async def test_close_leg_closes_leg_two_and_says_nothing(rig: Rig) -> None:
     exchange = rig.client.chat()
     on_a, on_b = await rig.attach()
