@@ -3,8 +3,8 @@
 gap_in_itl_p50_idle, excess_ms_p50_idle: one stream onto an idle target; gap in the client's median time between tokens,
     and gap minus the median time between tokens on the target.
 gap_in_itl_p50_busy, gap_in_itl_p99: eight streams onto a target with four of its own; the p99 is over all rolling cuts.
-bystander_gap_in_itl: median over streams that were not being moved of their longest pause meanwhile, in their median
-    time between tokens around it.
+bystander_gap_in_itl: median over streams that were not being moved of their longest pause meanwhile, in their
+    median time between tokens before or after it, whichever is longer.
 length_ratio: median gap at 1,500 tokens over that at 100, each in its own times between tokens.
 rolling_ratio: p99 of 32 rolling streams over that of 8.
 bytes_ratio: whole blocks sent over whole blocks that the requests had when they left.

@@ -94,15 +94,15 @@ class Shot:
         return [cut for answer in self.answers for cut in cuts_of(answer, self.rows)]
 
     def bystander_pauses(self) -> list[float]:
-        """The longest pause of each stream that stood by, in its median time between tokens around it: those of the
-        target, and those of the source outside of their own cuts. Around it, because a target that takes eight
-        streams in addition to four has longer steps from then on, pause or not."""
+        """The longest pause of each stream that stood by, in its usual time between tokens: those of the target, and
+        those of the source outside of their own cuts. Usual is the longer one of those before and after the pause,
+        because a target that takes eight streams in addition to four has longer steps from then on, pause or not."""
         found = []
         for answer in [*self.bystanders, *self.answers]:
             own = _near(answer, self.rows)
             spacing = _spacing(answer)
             during = [
-                pause / statistics.median(usual for _, usual in spacing[max(0, index - AROUND) : index + AROUND + 1])
+                pause / _usual(spacing, index)
                 for index, (when, pause) in enumerate(spacing)
                 if index not in own and any(begin < when < end for begin, end in self.windows)
             ]
@@ -191,6 +191,12 @@ def _spacing(answer: Answer) -> list[tuple[float, float]]:
     """For each event but the first: when it came, and the milliseconds since the one before."""
     arrivals = answer.arrivals
     return [(when, (when - before) * 1000) for (before, _), (when, _) in itertools.pairwise(arrivals)]
+
+
+def _usual(spacing: list[tuple[float, float]], index: int) -> float:
+    """The longer one of the medians before and after one entry."""
+    sides = spacing[max(0, index - AROUND) : index], spacing[index + 1 : index + 1 + AROUND]
+    return max(statistics.median(pause for _, pause in side) for side in sides if side)
 
 
 def _moved(answer: Answer, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

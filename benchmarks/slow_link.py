@@ -1,6 +1,6 @@
 """Two instances joined by a slow link: what a migration over it costs its clients.
 
-    python -m benchmarks.slow_link [--mbit 200] [--rtt-ms 20] [--streams 8]
+    python -m benchmarks.slow_link [--mbit 200] [--rtt-ms 20] [--streams 8] [--write docs/slow-link.md]
 
 The link is a relay (`benchmarks/link.py`) for all that goes from instance to instance. A table goes to stderr; the
 last line of stdout is JSON: `gap_in_itl_p50`, `gap_in_itl_max`, `gap_ms_p50`, `itl_ms_p50`, `rounds`, `mbytes`,
@@ -43,9 +43,16 @@ Call = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 async def move_all(
-    call: Call, target: Instance, control_port: int, say: Callable[[str], None] = lambda _: None
+    call: Call,
+    target: Instance,
+    control_port: int,
+    say: Callable[[str], None] = lambda _: None,
+    slow_source: bool = False,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Moves everything to `target`, reached at `control_port`, operation by operation, as the control plane does it.
+
+    Args:
+        slow_source: the source may pause before its steps until copying keeps pace (mode `slowed`).
 
     Returns:
         Rounds, and results of the handovers.
@@ -67,7 +74,7 @@ async def move_all(
     say(f"  attached {len(attached['attached'])}, refused {attached['refused']}")
     rounds: list[dict[str, Any]] = []
     while len(rounds) < ROUNDS and not (len(rounds) > 1 and rounds[-1]["blocks"] <= 1):
-        rounds.append(await ask("round", round=len(rounds)))
+        rounds.append(await ask("round", round=len(rounds), slow_source=slow_source))
         say(f"  round {len(rounds) - 1}: {rounds[-1]['blocks']} blocks in {rounds[-1]['duration_s']:.2f} s")
     results: list[dict[str, Any]] = []
     for row in attached["attached"]:
@@ -136,7 +143,36 @@ def _report(arguments: argparse.Namespace, rounds: list[dict[str, Any]], rows: l
         "exact": [sum(verdict.exact for verdict in shot.verdicts), len(shot.verdicts)],
     }
     print(json.dumps(line))
+    if arguments.write:
+        arguments.write.write_text(_document(line, rounds, rows))
     return 0 if shot.exact and len(moved) == arguments.streams else 1
+
+
+def _document(line: dict[str, Any], rounds: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
+    copied = [
+        f"| round {number} | {row['blocks']} | {row['bytes'] / 1e6:.1f} | {row['duration_s']:.2f} |"
+        for number, row in enumerate(rounds)
+    ]
+    tails = [f"{row['tail_bytes'] / 1e6:.2f}" for row in rows]
+    return f"""# A migration over a slow link
+
+Written by `python -m benchmarks.slow_link --write docs/slow-link.md`; do not edit. {line["streams"]} streams on two
+instances of one machine, SmolLM2-135M in float32. All that goes from one instance to the other goes through a relay
+that lets {line["mbit"]:g} Mbit/s pass and holds each byte back for half of {line["rtt_ms"]:g} ms. A KV block of 128
+tokens has 5.9 MB.
+
+```
+{json.dumps(line)}
+```
+
+Bar: exact, and a gap of at most four times between tokens plus a round trip.
+
+| | blocks | MB | seconds |
+|---|---|---|---|
+{chr(10).join(copied)}
+
+MB in each handover: {", ".join(tails)}.
+"""
 
 
 def _say(line: str) -> None:
@@ -149,6 +185,7 @@ def main() -> int:
     parser.add_argument("--rtt-ms", type=float, default=20.0, help="its round trip time, milliseconds")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=600, help="output tokens of each")
+    parser.add_argument("--write", type=Path, help="document to write, for example docs/slow-link.md")
     parser.add_argument("--port", type=int, default=8650, help="first of the ports to use")
     return asyncio.run(_main(parser.parse_args()))
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_plugin.book import MoveBook, SchedulerListener, own_columns
-from vllm_plugin.compat import AsyncScheduler, Scheduler
+from vllm_plugin.compat import AsyncScheduler, RequestStatus, Scheduler
+from vllm_plugin.first_steps import NEVER, StepCosts, held
 from vllm_plugin.pulse import Pulse
 from vllm_plugin.queues import nothing_waits, promised_run_slots, put_back_first, take_from_queue
 
@@ -29,10 +30,6 @@ __all__ = [
 STREAM_ARGUMENT = "vllm_hi_stream"
 TICKET_ARGUMENT = "vllm_hi_ticket"
 CHOICES_ARGUMENT = "vllm_hi_choices"
-
-#: A step number that the scheduler never reaches: a request with it is skipped (v1/core/sched/scheduler.py,
-#: `schedule`).
-NEVER = 1 << 60
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,9 @@ class MigrationScheduler(Scheduler):
         self.book = MoveBook()
         self.migration_listener: SchedulerListener | None = None
         self.pulse = Pulse()
+        self.costs = StepCosts()
+        self._begun: tuple[Any, float] = (None, 0.0)
+        self._went_first: set[str] = set()
         #: Seconds to wait before each step, for a migration that cannot keep pace (pacing.py, `brake`).
         self.pause_s = 0.0
         if self.vllm_config.max_concurrent_batches > 1:
@@ -125,10 +125,30 @@ class MigrationScheduler(Scheduler):
         now = time.monotonic()
         self.pulse.beat(now)
         promised = self.book.promised(now)
-        with promised_run_slots(self, promised):
-            return super().schedule(*args, **kwargs)
+        with promised_run_slots(self, promised), held(self._others_of_arrived()):
+            scheduled = super().schedule(*args, **kwargs)
+        self._begun = scheduled, now
+        return scheduled
+
+    def _others_of_arrived(self) -> list[Any]:
+        """Requests that wait for one step, so that those that have just been handed over need not wait for them."""
+        arrived = [self.requests[one] for one in self.book.watched if one in self.requests]
+        arrived = [request for request in arrived if request.status is not RequestStatus.RUNNING]
+        others = [request for request in self.running if request.request_id not in self.book.frozen]
+        # Once only: should they find no room, the others must not wait again.
+        if any(request.request_id in self._went_first for request in arrived) or any(
+            request.num_tokens - request.num_computed_tokens > 1 for request in arrived
+        ):
+            return []
+        self._went_first = {request.request_id for request in arrived}
+        return others if self.costs.alone(len(arrived), len(others)) else []
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        begun, since = self._begun
+        tokens = scheduler_output.num_scheduled_tokens
+        if begun is scheduler_output and tokens and all(count == 1 for count in tokens.values()):
+            # With steps in flight it is not: the next one has begun already, and nothing is known of their cost.
+            self.costs.note(len(tokens), time.monotonic() - since)
         results = super().update_from_output(scheduler_output, model_runner_output)
         book = self.book
         if book.records:
