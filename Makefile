@@ -44,7 +44,7 @@ STAMP := $(VENV)/.installed-$(ENGINE)
 UV_OUTPUT := $(shell [ -t 2 ] || echo "2> >(grep -v '^ [-+~] ' >&2)")
 say = @printf '\n== %s\n' "$(1)" >&2
 
-.PHONY: install models chromium demo test check lock clean
+.PHONY: install models chromium demo test benchmarks check lock clean
 
 install: $(STAMP)
 
@@ -96,6 +96,12 @@ demo: install
 test: install models chromium
 	$(call say,Tests)
 	@$(BIN)/python -m pytest
+
+# Measures on this machine and writes docs/benchmarks.md, docs/dataplane.md and docs/slow-link.md: an hour on two cores.
+benchmarks: install models
+	$(BIN)/python -m benchmarks.dataplane --write docs/dataplane.md
+	$(BIN)/python -m benchmarks.slow_link --write docs/slow-link.md
+	$(BIN)/python -m benchmarks.migration --write docs/benchmarks.md
 
 check: install
 	$(BIN)/ruff check .

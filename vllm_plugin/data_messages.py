@@ -23,6 +23,7 @@ __all__ = [
     "Reach",
     "Reached",
     "RevokeSession",
+    "SharedLayer",
     "Write",
     "Written",
     "decode_data",
@@ -98,8 +99,9 @@ class Probed(msgspec.Struct, tag="probed"):
 class Reach(msgspec.Struct, tag="reach"):
     """Worker A -> worker B, first on a connection: how can blocks travel?
 
-    `host`: equal on both sides where one can read the other's memory by process id, "" where the cache is not in host
-    memory. `backend`: what A's operator asks for, "" for the fastest. `bytes_per_s`: A's limit.
+    `host`: equal on both sides where one can read the other's memory by process id. `backend`: what A's operator asks
+    for, "" for the fastest. `bytes_per_s`: A's limit. `device`: kind of memory that A's cache lies in, as torch names
+    it.
     """
 
     session: str
@@ -107,6 +109,22 @@ class Reach(msgspec.Struct, tag="reach"):
     pid: int
     backend: str
     bytes_per_s: float
+    device: str = "cpu"
+
+
+class SharedLayer(msgspec.Struct):
+    """One layer of a KV cache in GPU memory, for another process on the same host: `blocks` blocks from byte `start` of
+    a storage; the rest is what torch needs to map that storage."""
+
+    blocks: int
+    start: int
+    handle: bytes
+    size: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    event_required: bool
 
 
 class Offer(msgspec.Struct, tag="offer"):
@@ -114,7 +132,8 @@ class Offer(msgspec.Struct, tag="offer"):
     one block of each.
 
     For `memory`, `check` lies at `check_address`: B reads it to see whether it can. For `rdma`, `agent` is what NIXL
-    needs to know of A's agent.
+    needs to know of A's agent. For `cuda_ipc`, `layers` lie on the GPU `gpu`, or `refusal` says why they cannot be
+    shared.
     """
 
     addresses: list[int]
@@ -122,11 +141,14 @@ class Offer(msgspec.Struct, tag="offer"):
     check_address: int = 0
     check: bytes = b""
     agent: bytes = b""
+    gpu: str = ""
+    layers: list[SharedLayer] = []
+    refusal: str = ""
 
 
 class Reached(msgspec.Struct, tag="reached"):
-    """B -> A: the transport of this connection; `message`: why no faster one. To `memory` and `rdma` A answers with an
-    `Offer`, and for `memory` lets process `pid` read; then comes the final `Reached`."""
+    """B -> A: the transport of this connection; `message`: why no faster one. To all but `tcp` A answers with an
+    `Offer`, and for `memory` and `cuda_ipc` lets process `pid` read; then comes the final `Reached`."""
 
     transport: str
     same_host: bool
@@ -143,7 +165,7 @@ class Measure(msgspec.Struct, tag="measure"):
 class Write(msgspec.Struct, tag="write"):
     """Worker A -> worker B, followed by `size` raw bytes: for each layer in name order, each block in list order.
 
-    By transport `memory` nothing follows: B reads `source_blocks` out of A's memory. `urgent`: as fast as it can.
+    Where B reads A's memory nothing follows: it takes `source_blocks` from there. `urgent`: as fast as it can.
     """
 
     session: str

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm_plugin.rdma import Nixl
+from vllm_plugin.side_stream import SideStream
 from vllm_plugin.wire import ProtocolError
 
 __all__ = ["KVCache", "flat_bytes"]
@@ -26,13 +27,15 @@ class KVCache:
     Attributes:
         bytes_per_layer: bytes of one block in each layer, in wire order.
         block_bytes: bytes of one block over all layers.
-        on_host: the tensors lie in host memory.
+        device: kind of memory that the tensors lie in, as torch names it; `on_host`: host memory.
     """
 
     def __init__(self, layers: Mapping[str, torch.Tensor]) -> None:
         self.names = sorted(layers)
         self._tensors = [layers[name] for name in self.names]
-        self.on_host = all(tensor.device.type == "cpu" for tensor in self._tensors)
+        kinds = {tensor.device.type for tensor in self._tensors}
+        self.device = kinds.pop() if len(kinds) == 1 else "cpu"
+        self.on_host = self.device == "cpu"
         for name, tensor in zip(self.names, self._tensors, strict=True):
             if not tensor[0].is_contiguous():
                 raise ValueError(f"KV blocks of layer {name} are not contiguous (strides {tensor.stride()})")
@@ -47,6 +50,15 @@ class KVCache:
     def nixl(self) -> Nixl:
         """The agent that lets others read these tensors. Raises: ProtocolError `transport_unavailable`."""
         return Nixl(self._tensors)
+
+    @cached_property
+    def _beside(self) -> SideStream:
+        return SideStream(self._tensors[0].device)
+
+    @cached_property
+    def rows(self) -> list[torch.Tensor]:
+        """Each layer as uint8 [blocks, bytes of a block], over its own memory."""
+        return [tensor.view(torch.uint8).view(tensor.shape[0], -1) for tensor in self._tensors]
 
     def shape(self) -> list[int]:
         return list(self._tensors[0].shape[1:]) if self._tensors else []
@@ -90,13 +102,16 @@ class KVCache:
     def gather(self, blocks: list[int]) -> list[memoryview]:
         """Copies blocks of a device cache into host memory, in wire order."""
         index = torch.tensor(blocks)
-        return [memoryview(flat_bytes(tensor[index.to(tensor.device)].contiguous().cpu())) for tensor in self._tensors]
+        with self._beside.run():
+            gathered = [tensor[index.to(tensor.device)].contiguous().cpu() for tensor in self._tensors]
+        return [memoryview(flat_bytes(tensor)) for tensor in gathered]
 
     def scatter(self, blocks: list[int], staged: list[torch.Tensor]) -> None:
         """Copies blocks from host memory into a device cache; `staged` as `staging()` made it."""
-        for tensor, source in zip(self._tensors, staged, strict=True):
-            index = torch.tensor(blocks, device=tensor.device)
-            tensor.index_copy_(0, index, source.to(tensor.device))
+        with self._beside.run():
+            for tensor, source in zip(self._tensors, staged, strict=True):
+                index = torch.tensor(blocks, device=tensor.device)
+                tensor.index_copy_(0, index, source.to(tensor.device))
 
     def staging(self, count: int) -> list[torch.Tensor]:
         return [torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype) for tensor in self._tensors]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from vllm_plugin import memory
+from vllm_plugin import cuda_ipc, memory
 from vllm_plugin.data_messages import Measure, Offer, Patch, Reach, Reached, Write, Written, decode_data
 from vllm_plugin.kv_cache import KVCache, flat_bytes
 from vllm_plugin.pacing import CHUNK, Pace
@@ -49,11 +49,14 @@ class _Way:
         pid: A's process, for the transport `memory`.
         reader, addresses: how to read A's blocks, and where they lie; without a reader their bytes follow over TCP.
         registers: the reader writes only into registered memory (NIXL).
+        mapped: A's blocks in GPU memory, for the transport `cuda_ipc`; `asked`: somebody wants just that one.
     """
 
     pid: int = 0
     reader: Reader | None = None
     registers: bool = False
+    mapped: cuda_ipc.Mapped | None = None
+    asked: bool = False
     addresses: list[int] = field(default_factory=list)
     bytes_per_s: float = math.inf
 
@@ -121,18 +124,35 @@ class Receiver:
             # Raises where it is not to be had: somebody has asked for just this.
             _ = self._cache.nixl
             return Reached("rdma", same_host)
-        if not self._cache.on_host or not reach.host:
-            return Reached("tcp", same_host, "the KV cache lies in device memory")
-        if "tcp" in (reach.backend, self._backend):
-            return Reached("tcp", same_host, "VLLM_HI_TRANSFER_BACKEND asks for it")
-        if not same_host:
-            return Reached("tcp", same_host, "the instances run on different hosts")
+        way.asked = "cuda_ipc" in (reach.backend, self._backend)
+        why = self._why_tcp(reach, same_host)
+        if why and way.asked:
+            raise ProtocolError("transport_unavailable", f"cuda_ipc cannot be used: {why}")
+        if why:
+            return Reached("tcp", same_host, why)
         way.pid = reach.pid
-        return Reached("memory", same_host, pid=os.getpid())
+        return Reached("memory" if self._cache.on_host else "cuda_ipc", same_host, pid=os.getpid())
+
+    def _why_tcp(self, reach: Reach, same_host: bool) -> str:
+        """Why the target does not read the source's memory, or "" when it can try."""
+        asked = {reach.backend, self._backend}
+        if self._cache.device != reach.device:
+            return f"one KV cache lies in {reach.device} memory and the other in {self._cache.device} memory"
+        if "tcp" in asked:
+            return "VLLM_HI_TRANSFER_BACKEND asks for it"
+        if not same_host:
+            return "the instances run on different hosts"
+        if self._cache.on_host:
+            return "the KV caches lie in host memory" if "cuda_ipc" in asked else ""
+        if "tcp_shm" in asked:
+            return "VLLM_HI_TRANSFER_BACKEND asks for a way through host memory"
+        return "" if self._cache.device == "cuda" else f"there is no faster way between {self._cache.device} devices"
 
     def _accept(self, offer: Offer, way: _Way) -> Reached:
         if offer.sizes != self._cache.bytes_per_layer or len(offer.addresses) != len(offer.sizes):
             raise ProtocolError("size_mismatch", "the source's layers have other block sizes")
+        if not self._cache.on_host and not offer.agent:
+            return self._try_cuda_ipc(offer, way)
         if not offer.agent:
             return self._try_memory(offer, way)
         name = self._cache.nixl.meet(offer.agent)
@@ -157,17 +177,31 @@ class Receiver:
         way.reader = lambda remote, local: memory.read(way.pid, remote, local)
         return Reached("memory", True)
 
+    def _try_cuda_ipc(self, offer: Offer, way: _Way) -> Reached:
+        try:
+            if offer.refusal:
+                raise ProtocolError("transport_unavailable", offer.refusal)
+            theirs = cuda_ipc.mapped_layers(offer.gpu, offer.layers, offer.sizes)
+        except ProtocolError as error:
+            if way.asked:
+                raise
+            return Reached("tcp", True, error.message)
+        way.mapped = cuda_ipc.Mapped(theirs, self._cache.rows)
+        return Reached("cuda_ipc", True)
+
     # -- blocks --------------------------------------------------------------------------------------------------------
 
     def _write(self, frames: FrameSocket, write: Write, way: _Way) -> None:
         self._begin_write(write, frames)
         try:
-            if way.reader is not None:
-                if len(write.source_blocks) != len(write.blocks):
-                    raise ProtocolError("size_mismatch", "as many source blocks as target blocks are needed")
-                self._read_blocks(write, way, way.reader)
-            else:
+            if way.reader is None and way.mapped is None:
                 self._receive_blocks(frames, write.blocks)
+            elif len(write.source_blocks) != len(write.blocks):
+                raise ProtocolError("size_mismatch", "as many source blocks as target blocks are needed")
+            elif way.mapped is not None:
+                self._copy_mapped(write, way, way.mapped)
+            elif way.reader is not None:
+                self._read_blocks(write, way, way.reader)
         finally:
             self._end_write(write.session)
 
@@ -209,6 +243,17 @@ class Receiver:
                 del self._writing[session]
                 self._idle.notify_all()
 
+    def _copy_mapped(self, write: Write, way: _Way, mapped: cuda_ipc.Mapped) -> None:
+        """In pieces, between which it rests and sees whether the session has been revoked."""
+        pace = Pace(math.inf if write.urgent else way.bytes_per_s)
+        piece = max(1, CHUNK // self._cache.block_bytes)
+        for start in range(0, len(write.blocks), piece):
+            if write.session not in self._allowed:
+                raise ProtocolError("unknown_session", "the session was revoked")
+            part = slice(start, start + piece)
+            mapped.copy(write.source_blocks[part], write.blocks[part])
+            pace.rest((start + piece) * self._cache.block_bytes)
+
     def _read_blocks(self, write: Write, way: _Way, reader: Reader) -> None:
         sizes = self._cache.bytes_per_layer
         remote = memory.vectors(way.addresses, sizes, write.source_blocks)
@@ -247,6 +292,9 @@ class Receiver:
             raise ProtocolError("size_mismatch", f"a measurement may have {MEASURE_LIMIT} bytes, not {size}")
         sizes = self._cache.bytes_per_layer
         with self._measuring:
+            if way.mapped is not None:
+                way.mapped.take(measure.blocks)
+                return
             nowhere = self._nowhere(len(measure.blocks), way)
             if way.reader is None:
                 receive_all(frames.sock, [memoryview(layer[:length].numpy()) for layer, length in nowhere])

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_plugin import memory
+from vllm_plugin import cuda_ipc, memory
 from vllm_plugin.data_messages import Measure, Offer, Patch, Reach, Reached, Write, Written, decode_data
 from vllm_plugin.kv_cache import KVCache
 from vllm_plugin.pacing import Pace
@@ -86,10 +86,12 @@ class Sender:
 
     def _reach(self, frames: FrameSocket, backend: str) -> None:
         """Agrees with B on a transport."""
-        host = memory.host_identity() if self._cache.on_host else ""
+        host = memory.host_identity()
         # What was asked for and cannot be had is an error, and not a reason to take something else.
         agent = self._cache.nixl.metadata if backend == "rdma" else b""
-        reached = self._ask(frames, Reach(self._session, host, os.getpid(), backend, self._bytes_per_s))
+        reached = self._ask(
+            frames, Reach(self._session, host, os.getpid(), backend, self._bytes_per_s, self._cache.device)
+        )
         offer = Offer(self._cache.addresses, self._cache.bytes_per_layer)
         if reached.transport == "memory":
             memory.let_read(reached.pid)
@@ -101,7 +103,15 @@ class Sender:
         elif reached.transport == "rdma":
             offer.agent = agent or self._cache.nixl.metadata
             reached = self._ask(frames, offer)
-        self._reads = reached.transport in ("memory", "rdma")
+        elif reached.transport == "cuda_ipc":
+            # File descriptors of expandable segments are taken from this process, for which the same right is needed.
+            memory.let_read(reached.pid)
+            try:
+                offer.gpu, offer.layers = cuda_ipc.gpu_of(self._cache.rows[0]), cuda_ipc.export(self._cache.rows)
+            except ProtocolError as error:
+                offer.refusal = error.message
+            reached = self._ask(frames, offer)
+        self._reads = reached.transport != "tcp"
         self.transport, self.reason, self._same_host = reached.transport, reached.message, reached.same_host
 
     @staticmethod

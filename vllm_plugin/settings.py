@@ -16,8 +16,9 @@ from typing import Literal, cast
 __all__ = ["PluginSettings", "migration_requested", "nap_seconds"]
 
 InstanceType = Literal["A", "B"]
-#: `tcp_shm`: on one host the target reads the source's memory, between hosts TCP. `tcp`: TCP everywhere. `rdma`: NIXL.
-TRANSFER_BACKENDS = ("tcp_shm", "tcp", "rdma")
+#: `tcp_shm`: on one host the target reads the source's memory, between hosts TCP. `tcp`: TCP everywhere. `cuda_ipc`:
+#: the target reads the source's GPU memory. `rdma`: NIXL.
+TRANSFER_BACKENDS = ("tcp_shm", "tcp", "cuda_ipc", "rdma")
 
 _CLASS_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
