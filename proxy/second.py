@@ -15,6 +15,9 @@ from vllm_plugin.wire import Discarded, FirstToken, LegOpened, Resolve, Resolved
 
 __all__ = ["FirstTokenNotice", "SecondLeg"]
 
+#: A has much to do when its leg is closed, and on a small machine the client's next token would wait for that.
+CLOSE_AFTER_S = 0.02
+
 
 class SecondLeg:
     """A leg that the client gets nothing from yet.
@@ -107,9 +110,10 @@ class SecondLeg:
             self._close_then(self.leg, link, Resolved(asked.call, "discarded"))
 
     def switch(self, leg_one: Leg, tokens: int, replayed: int) -> FirstTokenNotice:
-        """Makes it the client's leg: closes leg one and tells A; returns the notice that is still owed."""
+        """Makes it the client's leg, closes leg one and tells A; returns the notice that is still owed."""
         self._end("producing")
-        closing = self._close_then(leg_one, self.link, Switched(self._stream_id, self.ticket, tokens))
+        told = Switched(self._stream_id, self.ticket, tokens)
+        closing = self._close_then(leg_one, self.link, told, CLOSE_AFTER_S)
         return FirstTokenNotice(self._context, self.link, self._stream_id, self.ticket, replayed, closing)
 
     def _end(self, event: str, reason: str = "") -> None:
@@ -118,12 +122,18 @@ class SecondLeg:
         self._deadline.cancel()
         self._context.live.decide(self.ticket, "discarded" if self.state == "discarded" else "switched")
 
-    def _close_then(self, leg: Leg, link: ControlLink, message: msgspec.Struct) -> asyncio.Task[None]:
+    def _close_then(
+        self, leg: Leg, link: ControlLink, message: msgspec.Struct, after_s: float = 0.0
+    ) -> asyncio.Task[None]:
         async def close() -> None:
+            if after_s:
+                await asyncio.sleep(after_s)
+                leg.close()
             await leg.closed()
             link.send(message)
 
-        leg.close()
+        if not after_s:
+            leg.close()
         return self._context.spawn(close())
 
 

@@ -26,7 +26,8 @@ SHARE = 0.5
 
 
 class StepCosts:
-    """What steps took in which every request generated, by how many requests they had. Engine thread only."""
+    """What steps took in which every request generated, by how many requests they had. Written by the engine thread,
+    read by others."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, deque[float]] = {}
@@ -40,7 +41,7 @@ class StepCosts:
 
     def expected(self, requests: int) -> float | None:
         """Returns seconds, along the line through what was seen; None while only one size was."""
-        seen = {size: statistics.median(seconds) for size, seconds in self._seconds.items()}
+        seen = {size: statistics.median(list(seconds)) for size, seconds in list(self._seconds.items())}
         if requests in seen:
             return seen[requests]
         if len(seen) < 2:

@@ -63,8 +63,8 @@ def hand_over(session: SourceSession, moves: list[Move], mode: HandoverMode = "r
     time.sleep(session.engine.faults.hold_before_freeze_s)
     if not moves:
         return
-    own, theirs = session.engine.scheduler.pulse, session.target_step
-    time.sleep(aim(time.monotonic(), own.last, own.step_s, theirs.next, theirs.step_s, session.lead_s))
+    own, theirs = session.engine.scheduler, session.target_step
+    time.sleep(aim(time.monotonic(), own.pulse.last, own.step_s, theirs.next, theirs.step_s, session.lead_s))
     asked = time.monotonic()
     snapshots = freeze(session, moves)
     frozen = time.monotonic()

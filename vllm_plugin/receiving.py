@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -74,6 +75,7 @@ class Receiver:
         self._writing: dict[str, int] = {}
         self._idle = threading.Condition(self._lock)
         self._measuring = threading.Lock()
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="vllm-hi-copy")
         self._scratch: list[torch.Tensor] = []
         self._scratch_registered = False
 
@@ -258,7 +260,18 @@ class Receiver:
         sizes = self._cache.bytes_per_layer
         remote = memory.vectors(way.addresses, sizes, write.source_blocks)
         local = memory.vectors(self._cache.addresses, sizes, write.blocks)
-        self._read_memory(reader, remote, local, math.inf if write.urgent else way.bytes_per_s, write.session)
+        if not write.urgent or way.registers:
+            pace = math.inf if write.urgent else way.bytes_per_s
+            self._read_memory(reader, remote, local, pace, write.session)
+            return
+        # Somebody waits for it: two threads, half each.
+        half = len(local) // 2
+        other = self._helper.submit(self._read_memory, reader, remote[half:], local[half:], math.inf, write.session)
+        try:
+            self._read_memory(reader, remote[:half], local[:half], math.inf, write.session)
+        finally:
+            # However it ends: nobody writes any more when this returns.
+            other.result()
 
     def _read_memory(self, reader: Reader, remote: Any, local: Any, bytes_per_s: float, session: str) -> None:
         """In pieces, between which it rests and sees whether the session has been revoked."""

@@ -78,7 +78,7 @@ class MigrationScheduler(Scheduler):
         self.migration_listener: SchedulerListener | None = None
         self.pulse = Pulse()
         self.costs = StepCosts()
-        self._begun: tuple[Any, float] = (None, 0.0)
+        self._generated = 0
         self._went_first: set[str] = set()
         #: Seconds to wait before each step, for a migration that cannot keep pace (pacing.py, `brake`).
         self.pause_s = 0.0
@@ -123,12 +123,22 @@ class MigrationScheduler(Scheduler):
         if self.pause_s:
             time.sleep(self.pause_s)
         now = time.monotonic()
+        if self._generated and self.running:
+            self.costs.note(self._generated, now - self.pulse.last)
         self.pulse.beat(now)
         promised = self.book.promised(now)
         with promised_run_slots(self, promised), held(self._others_of_arrived()):
             scheduled = super().schedule(*args, **kwargs)
-        self._begun = scheduled, now
+        counts = scheduled.num_scheduled_tokens.values()
+        self._generated = len(counts) if all(count == 1 for count in counts) else 0
         return scheduled
+
+    @property
+    def step_s(self) -> float:
+        """How long a step takes with what runs now, in seconds; 0 when the engine is idle. For any thread."""
+        usual = self.pulse.step_s
+        running = len(self.running) - len(self.book.frozen)
+        return (self.costs.expected(running) or usual) if usual and running else 0.0
 
     def _others_of_arrived(self) -> list[Any]:
         """Requests that wait for one step, so that those that have just been handed over need not wait for them."""
@@ -144,11 +154,6 @@ class MigrationScheduler(Scheduler):
         return others if self.costs.alone(len(arrived), len(others)) else []
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        begun, since = self._begun
-        tokens = scheduler_output.num_scheduled_tokens
-        if begun is scheduler_output and tokens and all(count == 1 for count in tokens.values()):
-            # With steps in flight it is not: the next one has begun already, and nothing is known of their cost.
-            self.costs.note(len(tokens), time.monotonic() - since)
         results = super().update_from_output(scheduler_output, model_runner_output)
         book = self.book
         if book.records:

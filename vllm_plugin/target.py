@@ -49,8 +49,8 @@ __all__ = ["TargetSession"]
 
 logger = logging.getLogger("vllm.vllm_hi.target")
 
-#: B's own streams wait no longer than that for a commit that is about to come.
-HOLD_STEP_S = 0.02
+#: B's own streams wait no longer than that for a commit that is about to come: seconds, or this share of a step.
+HOLD_STEP_S, HOLD_SHARE = 0.02, 0.15
 
 _UNKNOWN = ("unknown_ticket", "The ticket is not known here, was used already, or has run out.")
 
@@ -85,10 +85,10 @@ class TargetSession:
             self.engine.faults.say("grown", self.link, self.engine.on_engine(lambda: self._grow(message)))
         elif isinstance(message, Prepare):
             refused = self.engine.on_engine(lambda: self._prepare(message.tickets))
-            step_s = self.engine.scheduler.pulse.step_s
+            step_s = self.engine.scheduler.step_s
             self.engine.faults.say("prepared", self.link, Refusals(message.call, refused, step_s))
         elif isinstance(message, Coming):
-            self._await_commit(min(message.within_s, HOLD_STEP_S))
+            self._await_commit(min(message.within_s, max(HOLD_STEP_S, HOLD_SHARE * self.engine.scheduler.step_s)))
         elif isinstance(message, Commit):
             time.sleep(self.engine.faults.hold_commit_s)
             refused = self.engine.on_engine(lambda: self._commit(message), self._commit_here.set)

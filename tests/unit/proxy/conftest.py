@@ -14,16 +14,18 @@ import pytest
 from proxy.app import ProxyApp, create_proxy
 from proxy.routing import RoutingTable
 from proxy.settings import ProxySettings
-from tests.fakes.answers import make_tokens
+from tests.fakes.answers import make_tokens, read_stream
 from tests.fakes.broker import Broker
 from tests.fakes.client import Client, Exchange
 from tests.fakes.instance import FakeInstance, Generation
-from vllm_plugin.wire import Freezing, LegOpened, OpenLeg, Producing
+from vllm_plugin.wire import Freezing, LegOpened, OpenLeg, Producing, Switched
 
 TOKEN = "join-me"
 WORKER = "worker-1"
 TICKET = "ticket-1"
 ANSWER = make_tokens(40)
+TEXT = "".join(token.text for token in ANSWER)
+IDS = [token.id for token in ANSWER]
 
 
 def settings(**changes: object) -> ProxySettings:
@@ -130,3 +132,21 @@ def broker(tmp_path: Path) -> Iterator[Broker]:
     broker = Broker(tmp_path / "valkey.log", WORKER)
     yield broker
     broker.stop()
+
+
+async def until_frozen(rig: Rig, on_a: Generation) -> None:
+    stream = rig.app.live.get(on_a.stream_id)
+    assert stream is not None
+    await until(lambda: stream._may_move)
+
+
+async def gone(generation: Generation) -> None:
+    async with asyncio.timeout(5):
+        await generation.gone.wait()
+
+
+async def stays_on_a(rig: Rig, exchange: Any, on_a: Generation) -> None:
+    on_a.release()
+    got = read_stream(await exchange.end())
+    assert (got.text, got.finish_reasons, got.done, got.errors) == (TEXT, ["length"], 1, [])
+    assert not rig.a.all(Switched)
