@@ -55,7 +55,7 @@ class Size:
 
 
 QUICK = Size(idle_moves=8, busy=1, busy_moves=4, many_moves=0, crowd=8, crowd_prompt=600, crowd_moves=2, replays=1)
-FULL = Size(idle_moves=14, busy=4, busy_moves=4, many_moves=3, crowd=32, crowd_prompt=1000, crowd_moves=1, replays=5)
+FULL = Size(idle_moves=14, busy=4, busy_moves=4, many_moves=2, crowd=32, crowd_prompt=1000, crowd_moves=1, replays=5)
 
 
 def streams(count: int, prompt: int, tokens: int, salt: int) -> list[Request]:
@@ -100,7 +100,7 @@ async def many(rig: Rig, size: Size) -> list[Shot]:
     """Thirty-two streams onto an idle target; for comparison with eight."""
     if not size.many_moves:
         return []
-    requests = streams(32, 200, 40 + size.many_moves * 45, 400)
+    requests = streams(32, 200, 40 + size.many_moves * 60, 400)
     references = await rig.undisturbed(requests)
     return [await shoot(rig, "rolling 32", requests, references, moves=size.many_moves, between=12)]
 
@@ -108,7 +108,7 @@ async def many(rig: Rig, size: Size) -> list[Shot]:
 async def crowd(rig: Rig, size: Size) -> list[Shot]:
     """Many long streams by all ways of handing over: ours, all with one cut (the seed's way), and without copying
     ahead."""
-    requests = streams(size.crowd, size.crowd_prompt, 60 + size.crowd_moves * 40, 500)
+    requests = streams(size.crowd, size.crowd_prompt, 80 + size.crowd_moves * 40, 500)
     references = await rig.undisturbed(requests)
     moves = {"rolling": size.crowd_moves, "atomic": 1, "stop_and_copy": 1}
     return [

@@ -22,7 +22,7 @@ NEVER = 1 << 60
 #: Steps that tell what one with so many requests costs, and sizes that are remembered: those seen last.
 REMEMBERED, SIZES = 5, 16
 #: The others wait for at most this share of one of their own steps.
-SHARE = 0.5
+SHARE = 0.6
 
 
 class StepCosts:

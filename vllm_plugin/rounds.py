@@ -209,7 +209,8 @@ def look(session: SourceSession, moves: list[Move], freezing: bool) -> dict[str,
 
 
 def unpin(session: SourceSession, snapshots: dict[str, Snapshot]) -> None:
-    """The blocks of these requests are not read any more; those of requests that ended meanwhile become free."""
+    """The blocks of these requests are not read any more; those of requests that ended meanwhile become free, before
+    the engine thread does anything that is asked of it later."""
     request_ids = list(snapshots)
     scheduler = session.engine.scheduler
 
@@ -218,7 +219,7 @@ def unpin(session: SourceSession, snapshots: dict[str, Snapshot]) -> None:
             scheduler.unpin(request_id)
 
     if request_ids:
-        session.engine.on_engine(on_engine)
+        session.engine.later(on_engine)
 
 
 def freeze(session: SourceSession, moves: list[Move]) -> dict[str, Snapshot]:

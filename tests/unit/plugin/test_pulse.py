@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_plugin.pulse import LONGEST_S, STEPS_AHEAD, Pulse, aim
+from vllm_plugin.pulse import ERROR, LONGEST_S, STEPS_AHEAD, Pulse, aim
 
 
 def wasted(asked: float, own_last: float, own: float, next_: float, step: float, lead: float) -> float:
-    """How long a commit waits at B when the freeze is asked for at that time."""
+    """How long a commit waits at B when the freeze is asked for at that time (now is 100); a step that would be met too
+    narrowly counts as missed."""
     ends = own_last + own
     while ends < asked:
         ends += own
-    return (next_ - (ends + lead)) % step
+    wait = (next_ - (ends + lead)) % step
+    return wait if wait >= ERROR * (ends - 100.0) else wait + step
 
 
 @pytest.mark.parametrize("own", [0.03, 0.045, 0.05])
@@ -26,6 +28,14 @@ def test_no_moment_in_the_next_steps_is_better(own: float, step: float, phase: f
     others = [wasted(now + ahead * own, own_last, own, next_, step, lead) for ahead in range(STEPS_AHEAD)]
     assert found <= min(others) + 1e-9
     assert 0 <= delay < STEPS_AHEAD * own
+
+
+def test_a_step_that_would_just_be_met_is_left_to_be_missed_by_others() -> None:
+    # A's steps end in 0.1, 0.3, 0.5 s; B's begin in 0.101, 0.321, 0.541 s. One millisecond is nothing to rely on.
+    now, lead = 100.0, 0.0
+    assert aim(now, now - 0.1, 0.2, now + 0.101, 0.22, lead) == pytest.approx(0.2)
+    # With more time in between it is taken.
+    assert aim(now, now - 0.1, 0.2, now + 0.11, 0.22, lead) == 0.0
 
 
 @pytest.mark.parametrize("own", [0.1, 0.3, 0.6, 2.0])
