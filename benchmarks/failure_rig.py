@@ -25,13 +25,15 @@ from benchmarks.streams import run_requests
 from controlplane.serving import Instance, InstanceOptions
 from controlplane.supervisor import Stack, StackOptions
 
-__all__ = ["LEASE_S", "Client", "NeverHappened", "Rig", "environment"]
+__all__ = ["LEASE_S", "REFERENCE_S", "Client", "NeverHappened", "Rig", "environment"]
 
 #: Seconds. The leases of this rig, shorter than an operator's so that the table is done in minutes.
 LEASE_S = 8.0
 #: Seconds. For what never happens; nothing is measured by it.
 GIVE_UP_S = 90.0
 RESTART_S = 300.0
+#: An undisturbed run of the largest load, on the slowest machine.
+REFERENCE_S = 1800.0
 MODEL = "failures"
 _IDLE = ("running", "waiting", "parked", "frozen", "quarantined")
 
@@ -237,7 +239,8 @@ class Rig:
         keys = [request.path + json.dumps(request.body, sort_keys=True) for request in requests]
         missing = [(key, request) for key, request in zip(keys, requests, strict=True) if key not in self.references]
         if missing:
-            answers = await run_requests(self.clients_url, self.model, [request for _, request in missing])
+            requests = [request for _, request in missing]
+            answers = await run_requests(self.clients_url, self.model, requests, timeout_s=REFERENCE_S)
             self.references |= {key: answer for (key, _), answer in zip(missing, answers, strict=True)}
         return [self.references[key] for key in keys]
 

@@ -14,7 +14,7 @@ import aiohttp
 
 from benchmarks.answers import Answer, Request
 from benchmarks.exactness import Verdict, verdicts
-from benchmarks.failure_rig import Rig
+from benchmarks.failure_rig import REFERENCE_S, Rig
 from benchmarks.live_migration import Migration, Panel, until_all_have
 from benchmarks.streams import run_requests
 
@@ -148,7 +148,9 @@ async def shoot(
     source, target = await rig.settled()
     live: list[Answer] = []
     bystanders: list[Answer] = []
-    load = asyncio.ensure_future(run_requests(rig.clients_url, rig.model, requests, progress=live.extend))
+    load = asyncio.ensure_future(
+        run_requests(rig.clients_url, rig.model, requests, progress=live.extend, timeout_s=REFERENCE_S)
+    )
     beside: asyncio.Future[Any] = asyncio.ensure_future(asyncio.sleep(0))
     migrations: list[Migration] = []
     windows: list[tuple[float, float]] = []

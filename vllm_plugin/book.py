@@ -136,6 +136,9 @@ class SchedulerListener(Protocol):
     def preempted(self, request_id: str) -> None:
         """A frozen request has lost its blocks; it is in no queue until it is unfrozen."""
 
+    def step_begins(self) -> None:
+        """A step is about to be scheduled."""
+
     def memory_pressure(self) -> None:
         """The next step may have to preempt; parked requests should give up their blocks first."""
 

@@ -194,6 +194,10 @@ class MigrationEngine:
             if owner == worker and when > oldest:
                 self.faults.say("producing", link, message)
 
+    def step_begins(self) -> None:
+        if self.target is not None:
+            self.target.step_begins()
+
     def parked_gone(self, ticket: str) -> None:
         if self.target is not None:
             self.target.gone(ticket)

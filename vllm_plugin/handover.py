@@ -63,12 +63,10 @@ def hand_over(session: SourceSession, moves: list[Move], mode: HandoverMode = "r
     time.sleep(session.engine.faults.hold_before_freeze_s)
     if not moves:
         return
-    own, theirs = session.engine.scheduler, session.target_step
-    time.sleep(aim(time.monotonic(), own.pulse.last, own.step_s, theirs.next, theirs.step_s, session.lead_s))
+    _until_the_freeze(session)
     asked = time.monotonic()
     snapshots = freeze(session, moves)
     frozen = time.monotonic()
-    session.target.tell(Coming(2 * session.lead_s))
     moves = [move for move in moves if not move.ended]
     try:
         items = _send_tails(session, moves, snapshots)
@@ -85,6 +83,15 @@ def hand_over(session: SourceSession, moves: list[Move], mode: HandoverMode = "r
         unpin(session, snapshots)
     for move in moves:
         move.done.wait(DEADLINES_S["committed"] + move.patience_s)
+
+
+def _until_the_freeze(session: SourceSession) -> None:
+    """Waits for a good moment to ask for it, and tells B when to expect the commit."""
+    own, theirs, lead_s = session.engine.scheduler, session.target_step, session.lead_s
+    now, own_step_s = time.monotonic(), own.step_s
+    wait = aim(now, own.pulse.last, own_step_s, theirs.next, theirs.step_s, lead_s)
+    time.sleep(wait.sleep_s)
+    session.target.tell(Coming(max(0.0, now + wait.freeze_s - time.monotonic()) + lead_s, lead_s))
 
 
 def _copy_the_rest(session: SourceSession, moves: list[Move]) -> list[Move]:

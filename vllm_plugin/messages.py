@@ -159,10 +159,11 @@ class Refusals(msgspec.Struct, tag="refusals"):
 
 
 class Coming(msgspec.Struct, tag="coming"):
-    """Requests are frozen, and their commit follows within milliseconds. Should B be between two steps before that, it
-    may wait for it up to `within_s`, and not begin a step that the commit would have to sit out."""
+    """A commit is about to come, in `within_s` if all goes well. Should B be between two steps shortly before that, it
+    waits, `late_s` longer if need be, and does not begin a step that the commit would have to sit out."""
 
     within_s: float
+    late_s: float
 
 
 class LogprobRows(msgspec.Struct):

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-__all__ = ["Pulse", "TargetStep", "aim"]
+__all__ = ["Aim", "Pulse", "TargetStep", "aim", "hold_s"]
 
 #: Steps that tell how long the next one takes.
 REMEMBERED = 7
@@ -23,6 +23,8 @@ STEPS_AHEAD = 6
 LONGEST_S = 0.8
 #: Nobody knows steps better than so, as a share of the time until then: who comes late waits for a whole one.
 ERROR = 0.06
+#: B's own streams wait no longer than that for a commit that is about to come: seconds, or this share of a step.
+HOLD_S, HOLD_SHARE = 0.02, 0.25
 
 
 @dataclass(frozen=True)
@@ -57,26 +59,43 @@ class Pulse:
         return statistics.median(lengths)
 
 
-def aim(now: float, own_last: float, own_step_s: float, next_: float, step_s: float, lead_s: float) -> float:
+@dataclass(frozen=True)
+class Aim:
+    """Seconds from now: when to ask for a freeze, and when it will come."""
+
+    sleep_s: float
+    freeze_s: float
+
+
+def hold_s(step_s: float) -> float:
+    """How long a target lets its own requests wait between two steps for a commit that is about to come."""
+    return max(HOLD_S, HOLD_SHARE * step_s)
+
+
+def aim(now: float, own_last: float, own_step_s: float, next_: float, step_s: float, lead_s: float) -> Aim:
     """When to ask for a freeze so that the commit meets the beginning of one of B's steps.
 
     The freeze comes with the first of A's steps to end after it was asked for, the commit `lead_s` later.
 
     Args:
-        own_last: when A's running step began. own_step_s: how long A's steps take.
+        own_last: when A's running step began. own_step_s: how long A's steps take, 0 when it is idle.
         next_: when B begins a step. step_s: how long B's steps take, 0 when it is idle.
-
-    Returns:
-        Seconds from now; 0 when there is nothing to gain.
     """
+    running = max(0.0, own_step_s - (now - own_last) % own_step_s) if own_step_s else 0.0
     if not own_step_s or not step_s:
-        return 0.0
-    running = max(0.0, own_step_s - (now - own_last) % own_step_s)
+        return Aim(0.0, running)
     waits = []
     for ahead in range(STEPS_AHEAD):
         away = running + ahead * own_step_s
         if not ahead or away <= LONGEST_S:
-            margin = ERROR * away
-            waits.append(((next_ - (now + away + lead_s + margin)) % step_s + margin, ahead))
+            waits.append((_wait(next_ - (now + away + lead_s), step_s, ERROR * away), ahead))
     _, best = min(waits)
-    return max(0.0, running + (best - 0.5) * own_step_s) if best else 0.0
+    return Aim(max(0.0, running + (best - 0.5) * own_step_s) if best else 0.0, running + best * own_step_s)
+
+
+def _wait(next_: float, step_s: float, margin: float) -> float:
+    """How long a commit waits whose target begins a step `next_` seconds after it, or a multiple of `step_s` earlier or
+    later, if both times are off by `margin`."""
+    wait = (next_ - margin) % step_s + margin
+    # A little late, the target waits for it.
+    return 0.0 if step_s - wait + margin <= hold_s(step_s) else wait

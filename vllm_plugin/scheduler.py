@@ -126,6 +126,8 @@ class MigrationScheduler(Scheduler):
         if self._generated and self.running:
             self.costs.note(self._generated, now - self.pulse.last)
         self.pulse.beat(now)
+        if self.migration_listener is not None:
+            self.migration_listener.step_begins()
         promised = self.book.promised(now)
         with promised_run_slots(self, promised), held(self._others_of_arrived()):
             scheduled = super().schedule(*args, **kwargs)

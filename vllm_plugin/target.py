@@ -40,6 +40,7 @@ from vllm_plugin.messages import (
     Renew,
     SessionOpened,
 )
+from vllm_plugin.pulse import hold_s
 from vllm_plugin.switching import SWITCHING
 
 if TYPE_CHECKING:
@@ -48,9 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["TargetSession"]
 
 logger = logging.getLogger("vllm.vllm_hi.target")
-
-#: B's own streams wait no longer than that for a commit that is about to come: seconds, or this share of a step.
-HOLD_STEP_S, HOLD_SHARE = 0.02, 0.15
 
 _UNKNOWN = ("unknown_ticket", "The ticket is not known here, was used already, or has run out.")
 
@@ -71,6 +69,8 @@ class TargetSession:
         self.expires_at = time.monotonic() + lease_s
         self._closed = threading.Lock()
         self._commit_here = threading.Event()
+        #: When a commit is due, and by how much it may be late.
+        self._expected: tuple[float, float] | None = None
         self._pinned: dict[str, set[str]] = {}
         self._accepted: set[str] = set()
 
@@ -88,10 +88,12 @@ class TargetSession:
             step_s = self.engine.scheduler.step_s
             self.engine.faults.say("prepared", self.link, Refusals(message.call, refused, step_s))
         elif isinstance(message, Coming):
-            self._await_commit(min(message.within_s, max(HOLD_STEP_S, HOLD_SHARE * self.engine.scheduler.step_s)))
+            self._commit_here.clear()
+            self._expected = time.monotonic() + message.within_s, message.late_s
+            self.engine.later(self._await_commit)
         elif isinstance(message, Commit):
             time.sleep(self.engine.faults.hold_commit_s)
-            refused = self.engine.on_engine(lambda: self._commit(message), self._commit_here.set)
+            refused = self.engine.on_engine(lambda: self._commit(message), self._commit_came)
             self.engine.faults.say("committed", self.link, Refusals(message.call, refused))
         elif isinstance(message, Release):
             self.engine.on_engine(lambda: self._release(message.tickets, message.reason))
@@ -104,11 +106,26 @@ class TargetSession:
         else:
             logger.warning("unexpected %s from %s", type(message).__name__, self.source)
 
-    def _await_commit(self, within_s: float) -> None:
-        """Lets the engine begin no step until the commit is here, or until that many seconds from now."""
-        self._commit_here.clear()
-        until = time.monotonic() + within_s
-        self.engine.later(lambda: self._commit_here.wait(max(0.0, until - time.monotonic())))
+    def step_begins(self) -> None:
+        """A step begins; before the one after it the engine may wait for a commit. Engine thread."""
+        if self._expected is not None:
+            self.engine.later(self._await_commit)
+
+    def _await_commit(self) -> None:
+        """Lets the engine begin no step until the commit is here, if that is due soon. Engine thread."""
+        if self._expected is None:
+            return
+        due, late_s = self._expected
+        left, longest = due - time.monotonic(), hold_s(self.engine.scheduler.step_s)
+        if left > longest:
+            return
+        self._expected = None
+        # Whatever the source says: B's own requests wait no longer than that.
+        self._commit_here.wait(min(longest, max(0.0, left + late_s)))
+
+    def _commit_came(self) -> None:
+        self._expected = None
+        self._commit_here.set()
 
     def opened(self, call: int) -> None:
         self.engine.workers.allow(self.id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_plugin.pulse import ERROR, LONGEST_S, STEPS_AHEAD, Pulse, aim
+from vllm_plugin.pulse import ERROR, LONGEST_S, STEPS_AHEAD, Aim, Pulse, aim, hold_s
 
 
 def wasted(asked: float, own_last: float, own: float, next_: float, step: float, lead: float) -> float:
@@ -13,8 +13,10 @@ def wasted(asked: float, own_last: float, own: float, next_: float, step: float,
     ends = own_last + own
     while ends < asked:
         ends += own
-    wait = (next_ - (ends + lead)) % step
-    return wait if wait >= ERROR * (ends - 100.0) else wait + step
+    wait, margin = (next_ - (ends + lead)) % step, ERROR * (ends - 100.0)
+    if wait < margin:
+        wait += step
+    return 0.0 if step - wait + margin <= hold_s(step) else wait
 
 
 @pytest.mark.parametrize("own", [0.03, 0.045, 0.05])
@@ -23,30 +25,29 @@ def wasted(asked: float, own_last: float, own: float, next_: float, step: float,
 def test_no_moment_in_the_next_steps_is_better(own: float, step: float, phase: float) -> None:
     now, lead = 100.0, 0.006
     own_last, next_ = now - 0.4 * own, now + phase
-    delay = aim(now, own_last, own, next_, step, lead)
+    delay = aim(now, own_last, own, next_, step, lead).sleep_s
     found = wasted(now + delay, own_last, own, next_, step, lead)
     others = [wasted(now + ahead * own, own_last, own, next_, step, lead) for ahead in range(STEPS_AHEAD)]
     assert found <= min(others) + 1e-9
     assert 0 <= delay < STEPS_AHEAD * own
 
 
-def test_a_step_that_would_just_be_met_is_left_to_be_missed_by_others() -> None:
-    # A's steps end in 0.1, 0.3, 0.5 s; B's begin in 0.101, 0.321, 0.541 s. One millisecond is nothing to rely on.
-    now, lead = 100.0, 0.0
-    assert aim(now, now - 0.1, 0.2, now + 0.101, 0.22, lead) == pytest.approx(0.2)
-    # With more time in between it is taken.
-    assert aim(now, now - 0.1, 0.2, now + 0.11, 0.22, lead) == 0.0
-
-
 @pytest.mark.parametrize("own", [0.1, 0.3, 0.6, 2.0])
 @pytest.mark.parametrize("phase", [0.01, 0.2, 0.5])
 def test_slow_steps_do_not_use_up_the_promise_of_a_run_slot(own: float, phase: float) -> None:
-    assert 0 <= aim(100.0, 100.0 - 0.4 * own, own, 100.0 + phase, 0.7, 0.006) <= LONGEST_S
+    assert 0 <= aim(100.0, 100.0 - 0.4 * own, own, 100.0 + phase, 0.7, 0.006).sleep_s <= LONGEST_S
 
 
 def test_nothing_to_aim_at() -> None:
-    assert aim(10.0, 9.99, 0.03, 10.01, 0.0, 0.005) == 0.0
-    assert aim(10.0, 9.99, 0.0, 10.01, 0.03, 0.005) == 0.0
+    assert aim(10.0, 9.99, 0.03, 10.01, 0.0, 0.005) == Aim(0.0, pytest.approx(0.02))
+    assert aim(10.0, 9.99, 0.0, 10.01, 0.03, 0.005) == Aim(0.0, 0.0)
+
+
+def test_a_target_waits_for_what_comes_a_little_late() -> None:
+    # A's steps end in 0.2, 0.6 s; B's begin in 0.1, 0.5 s: 0.1 s after each, which B waits.
+    assert aim(100.0, 99.8, 0.4, 100.1, 0.4, 0.0) == Aim(0.0, pytest.approx(0.2))
+    assert hold_s(0.4) == pytest.approx(0.1)
+    assert hold_s(0.01) == pytest.approx(0.02)
 
 
 def test_the_length_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
