@@ -13,21 +13,22 @@ from benchmarks.migration_shots import Shot, switch_times
 
 __all__ = ["write_document"]
 
-#: Figure -> what must hold, as a sentence.
+#: Figure -> the most that it may be, or for those in `AT_LEAST` the least.
 BARS = {
-    "gap_in_itl_p50_idle": "at most 1.4",
-    "excess_ms_p50_idle": "at most 12",
-    "gap_in_itl_p50_busy": "at most 1.6",
-    "gap_in_itl_p99": "at most 2.3",
-    "bystander_gap_in_itl": "at most 2",
-    "length_ratio": "at most 1.1",
-    "rolling_ratio": "at most 1.3",
-    "bytes_ratio": "at most 1.05",
-    "decode_slowdown": "at most 0.15 on two cores",
-    "vs_plain_stop_and_copy": "at least 3 at 32 streams of 1,000 tokens",
-    "vs_seed_p99": "at most 0.8",
-    "vs_replay": "at least 5",
+    "gap_in_itl_p50_idle": 1.4,
+    "excess_ms_p50_idle": 12,
+    "gap_in_itl_p50_busy": 1.6,
+    "gap_in_itl_p99": 2.3,
+    "bystander_gap_in_itl": 2,
+    "length_ratio": 1.1,
+    "rolling_ratio": 1.3,
+    "bytes_ratio": 1.05,
+    "decode_slowdown": 0.15,
+    "vs_plain_stop_and_copy": 3,
+    "vs_seed_p99": 0.8,
+    "vs_replay": 5,
 }
+AT_LEAST = frozenset({"vs_plain_stop_and_copy", "vs_replay"})
 #: Seconds of one point of a plot, and what is shown before and after a migration.
 BIN_S, BEFORE_S, AFTER_S = 0.1, 3.0, 4.0
 
@@ -42,11 +43,12 @@ def write_document(path: Path, shots: Sequence[Shot], figures: dict[str, Any], c
         f"Written by `{command}`; do not edit. Two instances on one machine with two cores and",
         "without a GPU, SmolLM2-135M in float32, prefix cache of the target emptied before each migration. All figures",
         "are ratios of times from one run.",
-        "What each name means: `benchmarks/migration_figures.py`.",
+        "What each name means: `benchmarks/migration_figures.py`. The bars were set on a machine with steps of 26 ms for",
+        "one stream; where steps take longer and copies do not, there is less to win by copying ahead.",
         "",
-        "| figure | measured | bar |",
-        "|---|---|---|",
-        *(f"| `{name}` | {value} | {BARS.get(name, '')} |" for name, value in figures.items()),
+        "| figure | measured | bar | held |",
+        "|---|---|---|---|",
+        *(_row(name, value) for name, value in figures.items()),
         "",
         "## Where the time goes",
         "",
@@ -68,6 +70,15 @@ def write_document(path: Path, shots: Sequence[Shot], figures: dict[str, Any], c
         _plot(images / f"{name}.svg", title, chosen)
         lines += [f"## {title}", "", f"![{title}](images/{name}.svg)", ""]
     path.write_text("\n".join(lines))
+
+
+def _row(name: str, value: Any) -> str:
+    bar = BARS.get(name)
+    if bar is None:
+        return f"| `{name}` | {value} | | |"
+    least = name in AT_LEAST
+    held = "" if value is None else "yes" if (value >= bar if least else value <= bar) else "**no**"
+    return f"| `{name}` | {value} | {'at least' if least else 'at most'} {bar} | {held} |"
 
 
 def _rounds(shots: Sequence[Shot]) -> list[str]:

@@ -127,7 +127,7 @@ def test_the_document_says_what_was_measured(tmp_path: Path) -> None:
     shots = [shot(name, answer(*[ITL] * 5, 0.2, *[ITL] * 7), [row(5)]) for name in ("idle 1500", "crowd rolling")]
     write_document(tmp_path / "benchmarks.md", shots, figures(shots), "python -m benchmarks.migration")
     text = (tmp_path / "benchmarks.md").read_text()
-    assert "| `gap_in_itl_p50_idle` | 2.0 | at most 1.4 |" in text
+    assert "| `gap_in_itl_p50_idle` | 2.0 | at most 1.4 | **no** |" in text
     assert "| crowd rolling | handovers | 1 | 1.0 | - | - |" in text
     for name in ("token-rate-load", "token-rate-long"):
         assert f"](images/{name}.svg)" in text
