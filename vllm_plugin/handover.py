@@ -97,19 +97,16 @@ def _until_the_freeze(session: SourceSession) -> None:
 def _copy_the_rest(session: SourceSession, moves: list[Move]) -> list[Move]:
     """Blocks that became full since the last round belong to the final increment."""
     had = {member.request_id: member.sent_blocks for move in moves for member in move.members if member.window}
-    sent = 0
     for _ in range(CATCH_UP):
         began = time.monotonic()
-        moves, increment = copy_full_blocks(session, moves)
-        sent += increment.bytes
+        moves, _ = copy_full_blocks(session, moves)
         # Over a slow link the requests have gone on for many steps meanwhile.
         if time.monotonic() - began < (2 * session.engine.scheduler.pulse.step_s or SHORT_S):
             break
     for move in moves:
-        move.tail_blocks += sum(
-            one.sent_blocks - had.get(one.request_id, _hit_blocks(session, one)) for one in move.members
-        )
-        move.tail_bytes += sent // len(moves)
+        late = sum(one.sent_blocks - had.get(one.request_id, _hit_blocks(session, one)) for one in move.members)
+        move.tail_blocks += late
+        move.tail_bytes += late * session.engine.workers.block_bytes
     return moves
 
 
