@@ -163,7 +163,7 @@ class Coming(msgspec.Struct, tag="coming"):
     waits, `late_s` longer if need be, and does not begin a step that the commit would have to sit out."""
 
     within_s: float
-    late_s: float
+    late_s: float = 0.0
 
 
 class LogprobRows(msgspec.Struct):
