@@ -180,7 +180,10 @@ class Registration:
         try:
             if self._known:
                 await self._heartbeat(status)
-            if not self._known:
+                if not self._known:
+                    # It may have been told to end while the question was under way.
+                    status = await self._fresh_status() or status
+            if not self._known and status.get("role") != "destroyed":
                 await self._register(status)
         except httpx.HTTPError:
             self._say(logging.WARNING, f"the panel at {self._settings.panel_url} does not answer; will go on trying")

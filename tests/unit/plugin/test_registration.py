@@ -133,6 +133,22 @@ async def test_registers_again_where_it_is_not_known(
     assert (body["vllm_hi_id"], body["instance_type"]) == ("a-1", "B")
 
 
+async def test_one_that_has_been_told_to_end_does_not_register_again(
+    panel: FakePanel, status: Callable[[], Any], engine_core: FakeEngineCore
+):
+    registration = make(panel, status)
+    registration.start()
+    await panel.wait_for(lambda: panel.count("heartbeat") >= 1)
+    # A heartbeat from before is under way when the panel writes the instance off.
+    engine_core.answers["status"]["ok"]["role"] = "destroyed"
+    panel.known = False
+    beats = panel.count("heartbeat")
+    await panel.wait_for(lambda: panel.count("heartbeat") > beats)
+    await asyncio.sleep(0.1)
+    await registration.stop()
+    assert panel.count("register") == 1
+
+
 async def test_a_silent_panel_costs_one_line_and_is_tried_for_ever(
     panel: FakePanel, status: Callable[[], Any], engine_core: FakeEngineCore, caplog: pytest.LogCaptureFixture
 ):
