@@ -113,9 +113,11 @@ class TargetSession:
 
     def _await_commit(self) -> None:
         """Lets the engine begin no step until the commit is here, if that is due soon. Engine thread."""
-        if self._expected is None:
+        # Read once: the commit may come at this moment, on another thread.
+        expected = self._expected
+        if expected is None:
             return
-        due, late_s = self._expected
+        due, late_s = expected
         left, longest = due - time.monotonic(), hold_s(self.engine.scheduler.step_s)
         if left > longest:
             return
