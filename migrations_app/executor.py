@@ -37,7 +37,7 @@ from migrations_app.choices import (
 )
 from migrations_app.convergence import stop_reason
 from migrations_app.events import record
-from migrations_app.lease import LeaseKeeper
+from migrations_app.lease import MISSES, RECOMPUTE_MISSES, LeaseKeeper
 from migrations_app.models import MigrationJob
 from migrations_app.preflight import run_preflight
 from migrations_app.refusals import LASTING_REFUSALS, TRANSIENT_REASONS, Refused
@@ -93,7 +93,8 @@ class Execution:
         self.attempt = self.job.attempt
         self.source = InstanceClient.of(self.job.source)
         self.target = InstanceClient.of(self.job.target)
-        self.keeper = LeaseKeeper(self.job.id, self.attempt, owner, self.job.source, self.job.target)
+        misses = RECOMPUTE_MISSES if self.job.mode == HandoverMode.RECOMPUTE else MISSES
+        self.keeper = LeaseKeeper(self.job.id, self.attempt, owner, self.job.source, self.job.target, misses)
         self.round_index = 0
         self.handover_tries: dict[str, int] = {}
         self.refused: dict[str, Refused] = {}

@@ -20,12 +20,14 @@ from instances.client import InstanceClient, InstanceError
 from instances.models import Instance
 from migrations_app.models import MigrationJob
 
-__all__ = ["LeaseKeeper"]
+__all__ = ["MISSES", "RECOMPUTE_MISSES", "LeaseKeeper"]
 
 logger = logging.getLogger(__name__)
 
-#: An instance that misses so many renewals in a row is given up.
+#: An instance that misses so many renewals in a row is given up. In mode `recompute` the target answers nothing while it
+#: computes a long context, for as long as the clients' proxies have patience (30 s).
 MISSES = 2
+RECOMPUTE_MISSES = 7
 
 
 class LeaseKeeper:
@@ -34,7 +36,9 @@ class LeaseKeeper:
     `lost` is set when the job belongs to somebody else by now; `trouble` holds why an instance cannot be kept.
     """
 
-    def __init__(self, job_id: uuid.UUID, attempt: int, owner: str, source: Instance, target: Instance) -> None:
+    def __init__(
+        self, job_id: uuid.UUID, attempt: int, owner: str, source: Instance, target: Instance, misses: int = MISSES
+    ) -> None:
         self.lost = threading.Event()
         self.trouble: InstanceError | None = None
         #: Set by the executor once the session is open on the instances.
@@ -45,6 +49,7 @@ class LeaseKeeper:
         self._source = source
         self._target = target
         self._stop = threading.Event()
+        self._allowed = misses
         self._misses = {source.vllm_hi_id: 0, target.vllm_hi_id: 0}
         self._thread = threading.Thread(target=self._run, name=f"lease-{job_id}", daemon=True)
 
@@ -101,5 +106,5 @@ class LeaseKeeper:
     def _missed(self, error: InstanceError) -> None:
         self._misses[error.instance] += 1
         logger.warning("Migration %s: %s", self._job_id, error.message)
-        if self._misses[error.instance] >= MISSES:
+        if self._misses[error.instance] >= self._allowed:
             self.trouble = error

@@ -183,6 +183,11 @@ class Patch(msgspec.Struct, tag="patch"):
     size: int
 
 
+class Receiving(msgspec.Struct, tag="receiving"):
+    """Worker B -> worker A, before `Written`: bytes are still coming in. Said from time to time, so that a slow link is
+    not taken for a dead one."""
+
+
 class Written(msgspec.Struct, tag="written"):
     ok: bool
     code: str = ""
@@ -202,6 +207,7 @@ DataMessage = (
     | Measure
     | Write
     | Patch
+    | Receiving
     | Written
     | Answer
 )

@@ -52,18 +52,12 @@ def hand_over(session: SourceSession, moves: list[Move], mode: HandoverMode = "r
     else:
         moves = _recomputable(session, moves)
     moves = _prepare(session, moves)
-    for move in moves:
-        link = session.engine.proxies.get(move.proxy)
-        if link is None:
-            # Nobody would bound the silence of the second leg, or switch.
-            session.roll_back(move, "proxy_unreachable", "The proxy worker that owns the client was lost.")
-        else:
-            link.send(Freezing(move.stream_id, move.ticket, move.patience_s))
-    moves = [move for move in moves if not move.ended]
+    if moves:
+        _until_the_freeze(session)
+    moves = _tell_proxies(session, moves)
     time.sleep(session.engine.faults.hold_before_freeze_s)
     if not moves:
         return
-    _until_the_freeze(session)
     asked = time.monotonic()
     snapshots = freeze(session, moves)
     frozen = time.monotonic()
@@ -85,11 +79,24 @@ def hand_over(session: SourceSession, moves: list[Move], mode: HandoverMode = "r
         move.done.wait(DEADLINES_S["committed"] + move.patience_s)
 
 
+def _tell_proxies(session: SourceSession, moves: list[Move]) -> list[Move]:
+    """Their patience with the silent streams begins."""
+    for move in moves:
+        link = session.engine.proxies.get(move.proxy)
+        if link is None:
+            # Nobody would bound the silence of the second leg, or switch.
+            session.roll_back(move, "proxy_unreachable", "The proxy worker that owns the client was lost.")
+        else:
+            link.send(Freezing(move.stream_id, move.ticket, move.patience_s))
+    return [move for move in moves if not move.ended]
+
+
 def _until_the_freeze(session: SourceSession) -> None:
     """Waits for a good moment to ask for it, and tells B when to expect the commit."""
     own, theirs, lead_s = session.engine.scheduler, session.target_step, session.lead_s
     now, own_step_s = time.monotonic(), own.step_s
     wait = aim(now, own.pulse.last, own_step_s, theirs.next, theirs.step_s, lead_s)
+    own.delay_s = wait.delay_s
     time.sleep(wait.sleep_s)
     session.target.tell(Coming(max(0.0, now + wait.freeze_s - time.monotonic()) + lead_s, lead_s))
 

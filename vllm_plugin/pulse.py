@@ -20,11 +20,14 @@ IDLE_S = 1.0
 #: So many of A's own steps are looked at for a good moment: each later one only means one token more from A.
 STEPS_AHEAD = 6
 #: And no later than this: B keeps its promise of a run slot for two seconds, and the proxy its patience for three.
-LONGEST_S = 0.8
+LONGEST_S = 1.4
+#: A's own streams wait no longer than this share of a step for a better moment. Their clients feel less of a step that
+#: is a little longer than those who are handed over feel of a wait, so a delay counts half.
+DELAY_SHARE, DELAY_WEIGHT = 0.5, 0.5
 #: Nobody knows steps better than so, as a share of the time until then: who comes late waits for a whole one.
 ERROR = 0.06
 #: B's own streams wait no longer than that for a commit that is about to come: seconds, or this share of a step.
-HOLD_S, HOLD_SHARE = 0.02, 0.25
+HOLD_S, HOLD_SHARE = 0.02, 0.35
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,12 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Aim:
-    """Seconds from now: when to ask for a freeze, and when it will come."""
+    """Seconds from now: when to ask for a freeze, and when it will come; `delay_s`: how long A waits before its next
+    step, so that it comes just then."""
 
     sleep_s: float
     freeze_s: float
+    delay_s: float = 0.0
 
 
 def hold_s(step_s: float) -> float:
@@ -84,18 +89,29 @@ def aim(now: float, own_last: float, own_step_s: float, next_: float, step_s: fl
     running = max(0.0, own_step_s - (now - own_last) % own_step_s) if own_step_s else 0.0
     if not own_step_s or not step_s:
         return Aim(0.0, running)
-    waits = []
+    options = []
     for ahead in range(STEPS_AHEAD):
         away = running + ahead * own_step_s
-        if not ahead or away <= LONGEST_S:
-            waits.append((_wait(next_ - (now + away + lead_s), step_s, ERROR * away), ahead))
-    _, best = min(waits)
-    return Aim(max(0.0, running + (best - 0.5) * own_step_s) if best else 0.0, running + best * own_step_s)
+        if ahead and away > LONGEST_S:
+            break
+        early = next_ - (now + away + lead_s)
+        margin = ERROR * away
+        options.append((_wait(early, step_s, margin), ahead, 0.0))
+        # A little late, so that a step of B that comes early is met, too: B waits for it.
+        delay = (early + margin) % step_s
+        certain = 2 * margin <= hold_s(step_s)
+        if ahead and certain and delay <= DELAY_SHARE * own_step_s and away + delay <= LONGEST_S:
+            options.append((DELAY_WEIGHT * delay, ahead, delay))
+    _, ahead, delay = min(options)
+    freeze_s = running + delay + ahead * own_step_s
+    return Aim(max(0.0, freeze_s - own_step_s / 2) if ahead else 0.0, freeze_s, delay)
 
 
-def _wait(next_: float, step_s: float, margin: float) -> float:
-    """How long a commit waits whose target begins a step `next_` seconds after it, or a multiple of `step_s` earlier or
-    later, if both times are off by `margin`."""
-    wait = (next_ - margin) % step_s + margin
-    # A little late, the target waits for it.
-    return 0.0 if step_s - wait + margin <= hold_s(step_s) else wait
+def _wait(early: float, step_s: float, margin: float) -> float:
+    """How long a commit waits that comes `early` seconds before one of the target's steps begins, give or take `margin`;
+    the others begin a multiple of `step_s` earlier or later."""
+    wait, hold = early % step_s, hold_s(step_s)
+    if step_s - wait + margin <= hold:
+        # A little late, the target waits for it.
+        return 0.0
+    return wait if margin - wait <= hold else wait + step_s

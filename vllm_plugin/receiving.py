@@ -7,6 +7,8 @@ import math
 import os
 import socket
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 
 from vllm_plugin import cuda_ipc, memory
-from vllm_plugin.data_messages import Measure, Offer, Patch, Reach, Reached, Write, Written, decode_data
+from vllm_plugin.data_messages import Measure, Offer, Patch, Reach, Reached, Receiving, Write, Written, decode_data
 from vllm_plugin.kv_cache import KVCache, flat_bytes
 from vllm_plugin.pacing import CHUNK, Pace
 from vllm_plugin.patching import apply_patch
@@ -26,6 +28,8 @@ __all__ = ["Receiver"]
 logger = logging.getLogger("vllm.vllm_hi.data")
 
 TRANSFER_TIMEOUT_S = 10.0
+#: The sender hears so often that bytes still come in.
+ALIVE_S = 2.0
 #: Buffers per recvmsg call; Linux allows 1024 (IOV_MAX).
 VECTOR = 256
 #: A measurement may ask for no more than so many bytes at once.
@@ -213,7 +217,8 @@ class Receiver:
             raise ProtocolError("size_mismatch", f"{patch.size} bytes are no patch of a block")
         self._enter(patch.session, frames)
         try:
-            content = frames.receive_exactly(patch.size)
+            content = bytearray(patch.size)
+            _take(frames, [memoryview(content)])
             block = self._cache.read(patch.block)
             apply_patch(block, content)
             self._cache.write(patch.block, block)
@@ -287,15 +292,12 @@ class Receiver:
             pace.rest(done)
 
     def _receive_blocks(self, frames: FrameSocket, blocks: list[int]) -> None:
-        frames.sock.settimeout(TRANSFER_TIMEOUT_S)
         if self._cache.on_host:
-            receive_all(frames.sock, self._cache.buffers(blocks))
+            _take(frames, self._cache.buffers(blocks))
         else:
             staged = self._cache.staging(len(blocks))
-            for tensor in staged:
-                frames.receive_into(memoryview(flat_bytes(tensor)))
+            _take(frames, [memoryview(flat_bytes(tensor)) for tensor in staged])
             self._cache.scatter(blocks, staged)
-        frames.sock.settimeout(None)
 
     def _measure(self, frames: FrameSocket, measure: Measure, way: _Way) -> None:
         """Takes blocks to nowhere."""
@@ -310,7 +312,7 @@ class Receiver:
                 return
             nowhere = self._nowhere(len(measure.blocks), way)
             if way.reader is None:
-                receive_all(frames.sock, [memoryview(layer[:length].numpy()) for layer, length in nowhere])
+                _take(frames, [memoryview(layer[:length].numpy()) for layer, length in nowhere])
                 return
             remote = memory.vectors(way.addresses, sizes, measure.blocks)
             places = list(range(len(measure.blocks)))
@@ -330,13 +332,30 @@ class Receiver:
         return [(layer, count * size) for layer, size in zip(self._scratch, sizes, strict=True)]
 
 
-def receive_all(sock: socket.socket, views: list[memoryview]) -> None:
-    """Fills all views, many with one call. Raises: ConnectionError."""
+def _take(frames: FrameSocket, views: list[memoryview]) -> None:
+    """Fills all views, and lets the sender know from time to time that it is not stuck. Raises: OSError."""
+    told = time.monotonic()
+
+    def arrived() -> None:
+        nonlocal told
+        if (now := time.monotonic()) - told > ALIVE_S:
+            told = now
+            frames.send(Receiving())
+
+    frames.sock.settimeout(TRANSFER_TIMEOUT_S)
+    receive_all(frames.sock, views, arrived)
+    frames.sock.settimeout(None)
+
+
+def receive_all(sock: socket.socket, views: list[memoryview], arrived: Callable[[], None] | None = None) -> None:
+    """Fills all views, many with one call; `arrived` is called after each. Raises: OSError."""
     first = 0
     while first < len(views):
         count = sock.recvmsg_into(views[first : first + VECTOR])[0]
         if count == 0:
             raise ConnectionError("connection closed by the other side")
+        if arrived is not None:
+            arrived()
         while first < len(views) and count >= len(views[first]):
             count -= len(views[first])
             first += 1

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from vllm_plugin import cuda_ipc, memory
-from vllm_plugin.data_messages import Measure, Offer, Patch, Reach, Reached, Write, Written, decode_data
+from vllm_plugin.data_messages import Measure, Offer, Patch, Reach, Reached, Receiving, Write, Written, decode_data
 from vllm_plugin.kv_cache import KVCache
 from vllm_plugin.pacing import Pace
 from vllm_plugin.patching import patch_of
@@ -25,6 +25,7 @@ __all__ = ["Measured", "Sender"]
 
 #: Buffers per sendmsg call; Linux allows 1024 (IOV_MAX).
 VECTOR = 256
+#: The other side is silent for so long: it is lost.
 TRANSFER_TIMEOUT_S = 10.0
 #: TCP connections between two hosts: one alone fills neither a long nor a fast link.
 STREAMS = 4
@@ -226,7 +227,9 @@ class Sender:
 
     @staticmethod
     def _until_written(frames: FrameSocket) -> None:
-        answer = decode_data(frames.receive_body())
+        while isinstance(answer := decode_data(frames.receive_body()), Receiving):
+            # What the link's buffers hold can take longer than the deadline; it is one for silence.
+            pass
         if not isinstance(answer, Written):
             raise ProtocolError("unexpected_message", type(answer).__name__)
         if not answer.ok:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -25,6 +26,7 @@ from vllm_plugin.data_messages import (
     Pushed,
     Reach,
     Reached,
+    Receiving,
     RevokeSession,
     Write,
     Written,
@@ -286,6 +288,48 @@ def test_a_peer_that_sends_half_a_block_and_falls_silent_is_cut_off_by_a_revocat
     b.revoke("s")
     with pytest.raises((ConnectionError, ProtocolError)):
         silent.receive_body()
+
+
+def test_a_block_that_comes_in_slowly_is_not_taken_for_one_that_is_lost(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("vllm_plugin.receiving.ALIVE_S", 0.0)
+    a, b = Side(1.0), Side(-1.0)
+    b.allow("s")
+    size = b.server._cache.block_bytes
+    slow = _worker(b)
+    slow.send(Reach("s", "elsewhere", 1, "tcp", 1e12))
+    assert isinstance(decode_data(slow.receive_body()), Reached)
+    slow.send(Write("s", [4], size))
+    for _ in range(2):
+        slow.sock.sendall(b"x" * (size // 2))
+        assert isinstance(decode_data(slow.receive_body()), Receiving)
+    assert decode_data(slow.receive_body()) == Written(True)
+    # And whoever sends waits as long as it hears that.
+    pushed = a.push(b, [2, 3], [5, 6], owners=[7, 7])
+    assert pushed.ok and all((layer[[5, 6]] == 1.0).all() for layer in b.layers.values())
+
+
+def test_half_of_a_read_that_fails_is_waited_for_by_the_other(monkeypatch: pytest.MonkeyPatch):
+    """The two threads that read what somebody waits for: nobody writes any more once the failure is reported."""
+    real, threads = memory.read, []
+
+    def read(pid: int, remote: Any, local: Any) -> int:
+        threads.append(threading.current_thread())
+        if threading.current_thread().name.startswith("vllm-hi-copy"):
+            time.sleep(0.1)
+            failed.append(time.monotonic())
+            raise OSError(14, "Bad address")
+        return real(pid, remote, local)
+
+    failed: list[float] = []
+    a, b = Side(1.0, "tcp_shm"), Side(-1.0, "tcp_shm")
+    b.allow("s")
+    assert a.push(b, [1], [1]).ok
+    monkeypatch.setattr("vllm_plugin.memory.read", read)
+    refused = a.push(b, [2, 3], [5, 6], urgent=True)
+    answered = time.monotonic()
+    assert not refused.ok and "Bad address" in refused.message
+    assert len(set(threads)) == 2 and failed[0] < answered
+    b.revoke("s")
 
 
 def test_a_target_that_does_not_answer_is_reported(sides: tuple[Side, Side]):
