@@ -24,8 +24,8 @@ __all__ = ["MISSES", "RECOMPUTE_MISSES", "LeaseKeeper"]
 
 logger = logging.getLogger(__name__)
 
-#: An instance that misses so many renewals in a row is given up. In mode `recompute` the target answers nothing while it
-#: computes a long context, for as long as the clients' proxies have patience (30 s).
+#: An instance that misses so many renewals in a row is given up. In mode `recompute` the target answers nothing while
+#: it computes a long context, for as long as the clients' proxies have patience (30 s).
 MISSES = 2
 RECOMPUTE_MISSES = 7
 

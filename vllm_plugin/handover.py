@@ -36,6 +36,8 @@ logger = logging.getLogger("vllm.vllm_hi.handover")
 #: Before a freeze the blocks are copied again so often at most, until it takes no longer than two steps.
 CATCH_UP = 4
 SHORT_S = 0.05
+#: A's last step before a freeze may take longer than it usually does by that share.
+LATE = 0.25
 #: B answers a commit between two of its steps; after this A asks the proxy what became of it.
 COMMIT_ANSWER_S = 2.5
 RESOLVE_ANSWER_S = 3.0
@@ -98,7 +100,8 @@ def _until_the_freeze(session: SourceSession) -> None:
     wait = aim(now, own.pulse.last, own_step_s, theirs.next, theirs.step_s, lead_s)
     own.delay_s = wait.delay_s
     time.sleep(wait.sleep_s)
-    session.target.tell(Coming(max(0.0, now + wait.freeze_s - time.monotonic()) + lead_s, lead_s))
+    late_s = lead_s + LATE * own_step_s
+    session.target.tell(Coming(max(0.0, now + wait.freeze_s - time.monotonic()) + lead_s, late_s))
 
 
 def _copy_the_rest(session: SourceSession, moves: list[Move]) -> list[Move]:

@@ -25,9 +25,9 @@ LONGEST_S = 1.4
 #: is a little longer than those who are handed over feel of a wait, so a delay counts half.
 DELAY_SHARE, DELAY_WEIGHT = 0.5, 0.5
 #: Nobody knows steps better than so, as a share of the time until then: who comes late waits for a whole one.
-ERROR = 0.06
+ERROR = 0.08
 #: B's own streams wait no longer than that for a commit that is about to come: seconds, or this share of a step.
-HOLD_S, HOLD_SHARE = 0.02, 0.35
+HOLD_S, HOLD_SHARE = 0.02, 0.4
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def aim(now: float, own_last: float, own_step_s: float, next_: float, step_s: fl
 
 
 def _wait(early: float, step_s: float, margin: float) -> float:
-    """How long a commit waits that comes `early` seconds before one of the target's steps begins, give or take `margin`;
-    the others begin a multiple of `step_s` earlier or later."""
+    """How long a commit waits that comes `early` seconds, give or take `margin`, before one of the target's steps; the
+    others begin a multiple of `step_s` earlier or later."""
     wait, hold = early % step_s, hold_s(step_s)
     if step_s - wait + margin <= hold:
         # A little late, the target waits for it.
