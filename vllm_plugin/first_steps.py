@@ -21,8 +21,8 @@ NEVER = 1 << 60
 
 #: Steps that tell what one with so many requests costs, and sizes that are remembered: those seen last.
 REMEMBERED, SIZES = 5, 16
-#: The others wait for at most this share of one of their own steps.
-SHARE = 0.6
+#: The others lose at most this share of one of their own steps, what they have waited for a commit included.
+SHARE = 0.8
 
 
 class StepCosts:
@@ -53,12 +53,12 @@ class StepCosts:
         # Where the line goes too low: a step of fewer is no cheaper than their share of a larger one.
         return max(base + slope * requests, seen[nearest] * min(1.0, requests / nearest))
 
-    def alone(self, arrived: int, others: int) -> bool:
-        """Whether a step of those that have arrived costs the others little."""
+    def alone(self, arrived: int, others: int, waited_s: float = 0.0) -> bool:
+        """Whether a step of those that have arrived costs the others little; they have waited `waited_s` already."""
         if not arrived or not others:
             return False
         few, many = self.expected(arrived), self.expected(others)
-        return few is not None and many is not None and few <= SHARE * many
+        return few is not None and many is not None and few + waited_s <= SHARE * many
 
 
 @contextmanager

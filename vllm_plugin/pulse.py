@@ -98,7 +98,7 @@ def aim(now: float, own_last: float, own_step_s: float, next_: float, step_s: fl
         margin = ERROR * away
         options.append((_wait(early, step_s, margin), ahead, 0.0))
         # A little late, so that a step of B that comes early is met, too: B waits for it.
-        delay = (early + margin) % step_s
+        delay = early + margin if early > 0 else (early + margin) % step_s
         certain = 2 * margin <= hold_s(step_s)
         if ahead and certain and delay <= DELAY_SHARE * own_step_s and away + delay <= LONGEST_S:
             options.append((DELAY_WEIGHT * delay, ahead, delay))
@@ -108,10 +108,12 @@ def aim(now: float, own_last: float, own_step_s: float, next_: float, step_s: fl
 
 
 def _wait(early: float, step_s: float, margin: float) -> float:
-    """How long a commit waits that comes `early` seconds, give or take `margin`, before one of the target's steps; the
-    others begin a multiple of `step_s` earlier or later."""
+    """How long a commit waits that comes `early` seconds, give or take `margin`, before the target's next step; others
+    follow every `step_s`."""
     wait, hold = early % step_s, hold_s(step_s)
-    if step_s - wait + margin <= hold:
-        # A little late, the target waits for it.
+    if early < 0 and step_s - wait + margin <= hold:
+        # A little late for a step that has not begun yet: the target waits for it.
         return 0.0
+    if early > 0:
+        wait = early
     return wait if margin - wait <= hold else wait + step_s

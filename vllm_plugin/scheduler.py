@@ -84,6 +84,8 @@ class MigrationScheduler(Scheduler):
         self.pause_s = 0.0
         #: The same before the next step only, which is to end at a certain moment (pulse.py, `aim`).
         self.delay_s = 0.0
+        #: How long the next step has waited for a commit.
+        self.waited_s = 0.0
         if self.vllm_config.max_concurrent_batches > 1:
             # A step in flight may still write blocks that an abort has just freed, and a peer may be handed them.
             self.defer_block_free = True
@@ -131,6 +133,7 @@ class MigrationScheduler(Scheduler):
         promised = self.book.promised(self.pulse.last)
         with promised_run_slots(self, promised), held(self._others_of_arrived()):
             scheduled = super().schedule(*args, **kwargs)
+        self.waited_s = 0.0
         counts = scheduled.num_scheduled_tokens.values()
         self._generated = len(counts) if all(count == 1 for count in counts) else 0
         return scheduled
@@ -158,7 +161,7 @@ class MigrationScheduler(Scheduler):
         ):
             return []
         self._went_first = {request.request_id for request in arrived}
-        return others if self.costs.alone(len(arrived), len(others)) else []
+        return others if self.costs.alone(len(arrived), len(others), self.waited_s) else []
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         results = super().update_from_output(scheduler_output, model_runner_output)

@@ -123,7 +123,9 @@ class TargetSession:
             return
         self._expected = None
         # Whatever the source says: B's own requests wait no longer than that.
+        began = time.monotonic()
         self._commit_here.wait(min(longest, max(0.0, left + late_s)))
+        self.engine.scheduler.waited_s = time.monotonic() - began
 
     def _commit_came(self) -> None:
         self._expected = None

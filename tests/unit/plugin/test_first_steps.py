@@ -55,7 +55,7 @@ def test_sizes_that_were_not_seen_for_long_are_forgotten():
     ("arrived", "others", "alone"),
     [
         (4, 28, True),
-        (4, 7, False),  # They would lose more than 60 % of a step.
+        (4, 5, False),  # They would lose more than 80 % of a step.
         (4, 0, False),
         (0, 28, False),
     ],

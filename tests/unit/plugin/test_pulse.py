@@ -62,6 +62,12 @@ def test_a_source_whose_steps_never_meet_the_targets_waits_before_one() -> None:
     assert found.sleep_s == pytest.approx(found.freeze_s - 0.1)
 
 
+def test_a_step_that_has_begun_waits_for_nothing() -> None:
+    # B has begun one just now, and A's ends 0.05 s later: too late for that one, and 0.15 s early for the next.
+    found = aim(100.0, 99.85, 0.2, 100.2, 0.2, 0.0)
+    assert found.freeze_s == pytest.approx(0.25) and found.delay_s == 0.0
+
+
 def test_a_wait_of_most_of_a_step_is_the_clients_own() -> None:
     # B's steps begin 0.15 s after A's end: the delay would be felt more than the wait.
     assert aim(100.0, 99.9, 0.2, 100.25, 0.2, 0.0).delay_s == 0.0

@@ -75,7 +75,7 @@ def scheduler(arrived: int, running: int, **request: Any) -> Any:
     requests = {f"new {one}": SimpleNamespace(request_id=f"new {one}", **waiting) for one in range(arrived)}
     book.watched = dict.fromkeys(requests, ("ticket", "stream", 1, 0.0))
     others = [SimpleNamespace(request_id=f"old {one}") for one in range(running)]
-    return SimpleNamespace(requests=requests, running=others, book=book, costs=costs, _went_first=set())
+    return SimpleNamespace(requests=requests, running=others, book=book, costs=costs, waited_s=0.0, _went_first=set())
 
 
 def others_of(one: Any) -> list[str]:
@@ -86,6 +86,16 @@ def test_many_wait_one_step_for_few_that_have_arrived():
     one = scheduler(arrived=1, running=28)
     assert len(others_of(one)) == 28
     # Should the arrived find no room in that step, the others do not wait again.
+    assert others_of(one) == []
+
+
+def test_those_that_have_waited_for_the_commit_do_not_wait_again():
+    one = scheduler(arrived=1, running=28)
+    one.waited_s = 0.19
+    assert len(others_of(one)) == 28
+    one = scheduler(arrived=1, running=28)
+    # A step of 28 takes 0.38 s, and one of what has arrived 0.11 s.
+    one.waited_s = 0.5
     assert others_of(one) == []
 
 
