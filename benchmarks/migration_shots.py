@@ -33,7 +33,7 @@ class Cut:
     """One handover as its client saw it.
 
     Attributes:
-        gap_ms: time without a token around it.
+        gap_ms: from the source's last token to the target's first, and by how much the source's last came late.
         itl_ms: this client's median time between tokens, without the cuts; `after_ms`: that on the target alone.
         tokens: of the request at that moment, prompt included.
         stages: what the source measured, by name in ms.
@@ -219,13 +219,12 @@ def _near(answer: Answer, rows: Sequence[dict[str, Any]]) -> dict[int, int]:
 
 
 def switch_times(answer: Answer, rows: Sequence[dict[str, Any]]) -> list[float]:
-    """When the client got its first token from the target, for each move: the end of the longest pause around the
-    cut."""
+    """When the client got its first token from the target, for each move."""
     spacing, near = _spacing(answer), _near(answer, rows)
-    at: dict[int, list[int]] = {}
+    first: dict[int, int] = {}
     for index, place in near.items():
-        at.setdefault(place, []).append(index)
-    return [spacing[max(indexes, key=lambda index: spacing[index][1])][0] for indexes in at.values()]
+        first[place] = max(index, first.get(place, 0))
+    return [spacing[index][0] for index in first.values()]
 
 
 def cuts_of(answer: Answer, rows: Sequence[dict[str, Any]]) -> list[Cut]:
@@ -242,7 +241,10 @@ def cuts_of(answer: Answer, rows: Sequence[dict[str, Any]]) -> list[Cut]:
         if later:
             after = after[: min(later) - max(at) - 1]
         if at and len(after) > 5:
-            gap = max(spacing[index][1] for index in at)
+            before = [pause for index, (_, pause) in enumerate(spacing[: min(at)]) if index not in near][-AROUND:]
+            # Should the source's last token have come late, that belongs to the cut.
+            usual = statistics.median(before or ordinary)
+            gap = sum(spacing[index][1] for index in at) - usual * (len(at) - 1)
             tokens = row["prompt_tokens"] + row["output_tokens"]
             cuts.append(
                 Cut(

@@ -38,6 +38,8 @@ CATCH_UP = 4
 SHORT_S = 0.05
 #: A's last step before a freeze may take longer than it usually does by that share.
 LATE = 0.25
+#: So often the moment of a freeze is chosen, and again as long as more of A's steps than these begin before it.
+LOOKS, NEAR = 3, 1
 #: B answers a commit between two of its steps; after this A asks the proxy what became of it.
 COMMIT_ANSWER_S = 2.5
 RESOLVE_ANSWER_S = 3.0
@@ -55,7 +57,7 @@ def hand_over(session: SourceSession, moves: list[Move], mode: HandoverMode = "r
         moves = _recomputable(session, moves)
     moves = _prepare(session, moves)
     if moves:
-        _until_the_freeze(session)
+        moves = _until_the_freeze(session, moves)
     moves = _tell_proxies(session, moves)
     time.sleep(session.engine.faults.hold_before_freeze_s)
     if not moves:
@@ -93,15 +95,22 @@ def _tell_proxies(session: SourceSession, moves: list[Move]) -> list[Move]:
     return [move for move in moves if not move.ended]
 
 
-def _until_the_freeze(session: SourceSession) -> None:
-    """Waits for a good moment to ask for it, and tells B when to expect the commit."""
-    own, theirs, lead_s = session.engine.scheduler, session.target_step, session.lead_s
-    now, own_step_s = time.monotonic(), own.step_s
-    wait = aim(now, own.pulse.last, own_step_s, theirs.next, theirs.step_s, lead_s)
-    own.delay_s = wait.delay_s
-    time.sleep(wait.sleep_s)
+def _until_the_freeze(session: SourceSession, moves: list[Move]) -> list[Move]:
+    """Waits for a good moment to ask for it, and tells B when to expect the commit. Returns the moves that B still has
+    room for."""
+    own, lead_s = session.engine.scheduler, session.lead_s
+    for looks in range(LOOKS):
+        now, own_step_s, theirs = time.monotonic(), own.step_s, session.target_step
+        found = aim(now, own.pulse.last, own_step_s, theirs.next, theirs.step_s, lead_s)
+        if found.ahead <= NEAR or looks == LOOKS - 1:
+            break
+        # Until then neither goes as it is expected to: B is asked again when the moment is near.
+        time.sleep(found.sleep_s - (NEAR + 0.5) * own_step_s)
+        moves = _prepare(session, moves)
+    time.sleep(found.sleep_s)
     late_s = lead_s + LATE * own_step_s
-    session.target.tell(Coming(max(0.0, now + wait.freeze_s - time.monotonic()) + lead_s, late_s))
+    session.target.tell(Coming(max(0.0, now + found.freeze_s - time.monotonic()) + lead_s, late_s))
+    return moves
 
 
 def _copy_the_rest(session: SourceSession, moves: list[Move]) -> list[Move]:

@@ -19,11 +19,8 @@ REMEMBERED = 7
 IDLE_S = 1.0
 #: So many of A's own steps are looked at for a good moment: each later one only means one token more from A.
 STEPS_AHEAD = 6
-#: And no later than this: B keeps its promise of a run slot for two seconds, and the proxy its patience for three.
+#: And no later than this: B keeps its promise of a run slot for two seconds.
 LONGEST_S = 1.4
-#: A's own streams wait no longer than this share of a step for a better moment. Their clients feel less of a step that
-#: is a little longer than those who are handed over feel of a wait, so a delay counts half.
-DELAY_SHARE, DELAY_WEIGHT = 0.5, 0.5
 #: Nobody knows steps better than so, as a share of the time until then: who comes late waits for a whole one.
 ERROR = 0.08
 #: B's own streams wait no longer than that for a commit that is about to come: seconds, or this share of a step.
@@ -64,12 +61,12 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Aim:
-    """Seconds from now: when to ask for a freeze, and when it will come; `delay_s`: how long A waits before its next
-    step, so that it comes just then."""
+    """Seconds from now: when to ask for a freeze, and when it will come; `ahead`: how many of A's steps begin until
+    then."""
 
     sleep_s: float
     freeze_s: float
-    delay_s: float = 0.0
+    ahead: int = 0
 
 
 def hold_s(step_s: float) -> float:
@@ -89,22 +86,13 @@ def aim(now: float, own_last: float, own_step_s: float, next_: float, step_s: fl
     running = max(0.0, own_step_s - (now - own_last) % own_step_s) if own_step_s else 0.0
     if not own_step_s or not step_s:
         return Aim(0.0, running)
-    options = []
+    waits = []
     for ahead in range(STEPS_AHEAD):
         away = running + ahead * own_step_s
-        if ahead and away > LONGEST_S:
-            break
-        early = next_ - (now + away + lead_s)
-        margin = ERROR * away
-        options.append((_wait(early, step_s, margin), ahead, 0.0))
-        # A little late, so that a step of B that comes early is met, too: B waits for it.
-        delay = early + margin if early > 0 else (early + margin) % step_s
-        certain = 2 * margin <= hold_s(step_s)
-        if ahead and certain and delay <= DELAY_SHARE * own_step_s and away + delay <= LONGEST_S:
-            options.append((DELAY_WEIGHT * delay, ahead, delay))
-    _, ahead, delay = min(options)
-    freeze_s = running + delay + ahead * own_step_s
-    return Aim(max(0.0, freeze_s - own_step_s / 2) if ahead else 0.0, freeze_s, delay)
+        if not ahead or away <= LONGEST_S:
+            waits.append((_wait(next_ - (now + away + lead_s), step_s, ERROR * away), ahead))
+    _, best = min(waits)
+    return Aim(max(0.0, running + (best - 0.5) * own_step_s) if best else 0.0, running + best * own_step_s, best)
 
 
 def _wait(early: float, step_s: float, margin: float) -> float:

@@ -82,8 +82,6 @@ class MigrationScheduler(Scheduler):
         self._went_first: set[str] = set()
         #: Seconds to wait before each step, for a migration that cannot keep pace (pacing.py, `brake`).
         self.pause_s = 0.0
-        #: The same before the next step only, which is to end at a certain moment (pulse.py, `aim`).
-        self.delay_s = 0.0
         #: How long the next step has waited for a commit.
         self.waited_s = 0.0
         if self.vllm_config.max_concurrent_batches > 1:
@@ -124,24 +122,21 @@ class MigrationScheduler(Scheduler):
             free = self.kv_cache_manager.block_pool.get_num_free_blocks()
             if free < len(self.running):
                 self.migration_listener.memory_pressure()
+        if self.pause_s:
+            time.sleep(self.pause_s)
+        now = time.monotonic()
         if self._generated and self.running:
-            self.costs.note(self._generated, time.monotonic() - self.pulse.last)
-        self._pause()
-        self.pulse.beat(time.monotonic())
+            self.costs.note(self._generated, now - self.pulse.last)
+        self.pulse.beat(now)
         if self.migration_listener is not None:
             self.migration_listener.step_begins()
-        promised = self.book.promised(self.pulse.last)
+        promised = self.book.promised(now)
         with promised_run_slots(self, promised), held(self._others_of_arrived()):
             scheduled = super().schedule(*args, **kwargs)
         self.waited_s = 0.0
         counts = scheduled.num_scheduled_tokens.values()
         self._generated = len(counts) if all(count == 1 for count in counts) else 0
         return scheduled
-
-    def _pause(self) -> None:
-        pause_s, self.delay_s = self.pause_s + self.delay_s, 0.0
-        if pause_s:
-            time.sleep(pause_s)
 
     @property
     def step_s(self) -> float:
