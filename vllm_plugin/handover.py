@@ -107,6 +107,8 @@ def _until_the_freeze(session: SourceSession, moves: list[Move]) -> list[Move]:
         # Until then neither goes as it is expected to: B is asked again when the moment is near.
         time.sleep(found.sleep_s - (NEAR + 0.5) * own_step_s)
         moves = _prepare(session, moves)
+        if not moves:
+            return []
     time.sleep(found.sleep_s)
     late_s = lead_s + LATE * own_step_s
     session.target.tell(Coming(max(0.0, now + found.freeze_s - time.monotonic()) + lead_s, late_s))
