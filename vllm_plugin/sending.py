@@ -25,6 +25,7 @@ __all__ = ["Measured", "Sender"]
 
 #: Buffers per sendmsg call; Linux allows 1024 (IOV_MAX).
 VECTOR = 256
+PIECE = 64 * 1024
 #: The other side is silent for so long: it is lost.
 TRANSFER_TIMEOUT_S = 10.0
 #: TCP connections between two hosts: one alone fills neither a long nor a fast link.
@@ -168,13 +169,13 @@ class Sender:
         frames = self._channels[0]
         if shadow is None:
             frames.send(Write(self._session, [target], len(current)))
-            frames.sock.sendall(current)
+            _send_pieces(frames.sock, memoryview(current))
             self._shadows[target, owner] = current
             sent = len(current)
         else:
             patch = patch_of(current, shadow)
             frames.send(Patch(self._session, target, len(patch)))
-            frames.sock.sendall(patch)
+            _send_pieces(frames.sock, memoryview(patch))
             sent = len(patch)
         self._until_written(frames)
         return sent
@@ -260,3 +261,9 @@ class Sender:
     def close(self) -> None:
         for frames in self._channels:
             frames.close()
+
+
+def _send_pieces(sock: socket.socket, content: memoryview) -> None:
+    """`sendall` for each piece: its deadline counts for all that it is given, however steadily that goes out."""
+    for start in range(0, len(content), PIECE):
+        sock.sendall(content[start : start + PIECE])
