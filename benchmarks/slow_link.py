@@ -47,12 +47,8 @@ async def move_all(
     target: Instance,
     control_port: int,
     say: Callable[[str], None] = lambda _: None,
-    slow_source: bool = False,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Moves everything to `target`, reached at `control_port`, operation by operation, as the control plane does it.
-
-    Args:
-        slow_source: the source may pause before its steps until copying keeps pace (mode `slowed`).
 
     Returns:
         Rounds, and results of the handovers.
@@ -74,7 +70,7 @@ async def move_all(
     say(f"  attached {len(attached['attached'])}, refused {attached['refused']}")
     rounds: list[dict[str, Any]] = []
     while len(rounds) < ROUNDS and not (len(rounds) > 1 and rounds[-1]["blocks"] <= 1):
-        rounds.append(await ask("round", round=len(rounds), slow_source=slow_source))
+        rounds.append(await ask("round", round=len(rounds)))
         say(f"  round {len(rounds) - 1}: {rounds[-1]['blocks']} blocks in {rounds[-1]['duration_s']:.2f} s")
     results: list[dict[str, Any]] = []
     for row in attached["attached"]:
