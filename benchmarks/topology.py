@@ -42,7 +42,7 @@ __all__ = ["PATHS", "SIZES", "Passage", "Rig", "Size", "measure", "rig"]
 
 MODEL = "tiny"
 #: Each step takes so much longer, or a tiny model's streams would have ended before they are moved.
-SLOW_S = 0.02
+SLOW_S = 0.015
 #: What PP needs on CPUs: vLLM prepares a stage's input only when it traces the model (v1/worker/cpu_model_runner.py,
 #: `warming_up_model`); with this backend what is traced is run as it is.
 _TRACED = ("--compilation-config", json.dumps({"mode": 2, "backend": "eager"}))
@@ -169,6 +169,13 @@ class Rig:
 
     async def free(self, sizes: tuple[Size, Size]) -> list[int]:
         return [await free_blocks(self.instances[size], self.stack.join_token) for size in sizes]
+
+    async def preflight(self, source: Size, target: Size) -> dict[str, dict[str, Any]]:
+        """The panel's checks of a pair, by name."""
+        pair = {"source": self.instances[source].id, "target": self.instances[target].id}
+        async with self.stack.client() as client:
+            answer = await client.post("/api/v1/migrations/preflight", json=pair)
+        return {check["name"]: check for check in answer.json()["checks"]}
 
     async def undisturbed(self, requests: list[Request]) -> list[Answer]:
         """The same requests on one rank, with other block hashes, so that the moved ones find nothing cached."""
