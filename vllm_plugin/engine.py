@@ -127,7 +127,9 @@ class MigrationEngine:
     def _layout(self, infos: list[dict[str, Any]]) -> Layout | None:
         """What of a block lies on which worker; None where that cannot be said, and nothing can be migrated."""
         for refusal in (info["refusal"] for info in infos if "refusal" in info):
-            logger.warning("migration is not available on this instance: %s", refusal)
+            # Tokens before heads, for one: then a range of heads is in many pieces.
+            text = "migration is not available on this instance: %s; start it with VLLM_KV_CACHE_LAYOUT=LBHNC"
+            logger.warning(text, refusal)
             self.unsupported = ["contiguous_kv_blocks"]
             return None
         try:
