@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     RequestStatus: Any
     SamplingParams: Any
     Scheduler: Any
+    get_pp_group: Any
+    get_tp_group: Any
     init_logger: Any
 
 #: Our name -> where vLLM keeps it.
@@ -67,6 +69,8 @@ _NAMES = {
     "RequestStatus": "vllm.v1.request:RequestStatus",
     "SamplingParams": "vllm.sampling_params:SamplingParams",
     "Scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
+    "get_pp_group": "vllm.distributed.parallel_state:get_pp_group",
+    "get_tp_group": "vllm.distributed.parallel_state:get_tp_group",
     "init_logger": "vllm.logger:init_logger",
 }
 
@@ -76,6 +80,7 @@ _PATHS = {
     "AsyncMPClient": "vllm.v1.engine.core_client:AsyncMPClient",
     "BlockPool": "vllm.v1.core.block_pool:BlockPool",
     "LoRARequest": "vllm.lora.request:LoRARequest",
+    "ModelConfig": "vllm.config:ModelConfig",
     "NewRequestData": "vllm.v1.core.sched.output:NewRequestData",
     "RequestQueue": "vllm.v1.core.sched.request_queue:RequestQueue",
     "StructuredOutputManager": "vllm.v1.structured_output:StructuredOutputManager",
@@ -187,6 +192,7 @@ _PROBES: dict[str, Probe] = {
     "scheduler.request_queue": _members("RequestQueue", "prepend_request", "remove_requests", "__len__", "__iter__"),
     "scheduler.defer_block_free": _assigns("Scheduler", "defer_block_free", "deferred_frees", "sched_step_seq"),
     "scheduler.finished_req_ids": _assigns("Scheduler", "finished_req_ids"),
+    "model_config.heads": _members("ModelConfig", "get_num_attention_heads", "get_total_num_kv_heads", "use_mla"),
     "vllm_config.max_concurrent_batches": _members("VllmConfig", "max_concurrent_batches"),
     # v1/request.py
     "request.next_decode_eligible_step": _assigns("Request", "next_decode_eligible_step"),

@@ -32,6 +32,7 @@ from vllm_plugin.settings import PluginSettings
 from vllm_plugin.source import SourceSession
 from vllm_plugin.states import RECOMPUTE_PATIENCE_S
 from vllm_plugin.target import TargetSession, open_session
+from vllm_plugin.topology import Layout, TopologyRefused, layout_of
 from vllm_plugin.wire import (
     Auth,
     Discarded,
@@ -93,7 +94,7 @@ class MigrationEngine:
         self.sessions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-hi-session")
         self.aborts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-hi-abort")
         self.unsupported = facts.unsupported(core)
-        self.workers = Workers([], self.settings.bind, self.settings.token)
+        self.workers = Workers([], Layout(0, ()), self.settings.bind, self.settings.token)
         self.control_port = 0
         self.factors: dict[str, str] = {}
         #: Fingerprints of the LoRA adapters that the API server serves now, by name.
@@ -110,7 +111,10 @@ class MigrationEngine:
         infos = self.core.collective_rpc(
             "vllm_hi_start", args=(settings.token, settings.bind, settings.data_port, cpus, *transfer)
         )
-        self.workers = Workers(infos, settings.bind, settings.token)
+        layout = self._layout(infos)
+        if layout is None:
+            return
+        self.workers = Workers(infos, layout, settings.bind, settings.token)
         self.factors = facts.factors(self.core, infos)
         listener = socket.create_server((settings.bind, settings.control_port))
         self.control_port = listener.getsockname()[1]
@@ -119,6 +123,21 @@ class MigrationEngine:
         threading.Thread(target=self._accept, args=(listener,), name="vllm-hi-control", daemon=True).start()
         threading.Thread(target=self._watch, name="vllm-hi-watch", daemon=True).start()
         logger.info("migration is available; control port %d", self.control_port)
+
+    def _layout(self, infos: list[dict[str, Any]]) -> Layout | None:
+        """What of a block lies on which worker; None where that cannot be said, and nothing can be migrated."""
+        for refusal in (info["refusal"] for info in infos if "refusal" in info):
+            # Tokens before heads, for one: then a range of heads is in many pieces.
+            text = "migration is not available on this instance: %s; start it with VLLM_KV_CACHE_LAYOUT=LBHNC"
+            logger.warning(text, refusal)
+            self.unsupported = ["contiguous_kv_blocks"]
+            return None
+        try:
+            return layout_of(infos, self.scheduler.block_size, facts.heads(self.core)[1])
+        except TopologyRefused as error:
+            logger.warning("migration is not available on this instance: %s", error.message)
+            self.unsupported = ["known_kv_head_ranges"]
+            return None
 
     @property
     def scheduler(self) -> MigrationScheduler:

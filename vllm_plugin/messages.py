@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from vllm_plugin.topology import Layout
 from vllm_plugin.wire import ProtocolError
 
 __all__ = [
@@ -61,12 +62,13 @@ class OpenSession(msgspec.Struct, tag="open_session"):
 
 
 class SessionOpened(msgspec.Struct, tag="session_opened"):
-    """`data_ports`: the data server of each worker of B, by rank."""
+    """`data_ports`: the data server of each worker of B, by rank. `layout`: what of a block lies on which rank."""
 
     call: int
     session: str
     data_host: str
     data_ports: list[int]
+    layout: Layout
 
 
 class ExpectedMember(msgspec.Struct):

@@ -125,17 +125,19 @@ class MigrationScheduler(Scheduler):
         if self.pause_s:
             time.sleep(self.pause_s)
         now = time.monotonic()
-        if self._generated and self.running:
-            self.costs.note(self._generated, now - self.pulse.last)
-        self.pulse.beat(now)
+        went_on = bool(self.running)
         if self.migration_listener is not None:
             self.migration_listener.step_begins()
         promised = self.book.promised(now)
         with promised_run_slots(self, promised), held(self._others_of_arrived()):
             scheduled = super().schedule(*args, **kwargs)
         self.waited_s = 0.0
-        counts = scheduled.num_scheduled_tokens.values()
-        self._generated = len(counts) if all(count == 1 for count in counts) else 0
+        # With several batches in flight it is also asked when all requests are on their way: no step begins then.
+        if counts := scheduled.num_scheduled_tokens.values():
+            if self._generated and went_on:
+                self.costs.note(self._generated, now - self.pulse.last)
+            self.pulse.beat(now)
+            self._generated = len(counts) if all(count == 1 for count in counts) else 0
         return scheduled
 
     @property

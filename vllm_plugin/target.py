@@ -132,10 +132,11 @@ class TargetSession:
         self._commit_here.set()
 
     def opened(self, call: int) -> None:
-        self.engine.workers.allow(self.id)
+        workers = self.engine.workers
+        workers.allow(self.id)
         SWITCHING.hold(self.id)
-        ports = [info["data_port"] for info in self.engine.workers.infos]
-        self.link.send(SessionOpened(call, self.id, self.engine.settings.bind, ports))
+        ports = [info["data_port"] for info in workers.infos]
+        self.link.send(SessionOpened(call, self.id, self.engine.settings.bind, ports, workers.layout))
 
     # -- on the engine thread ------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ function checkRow(check) {
     values.append(check.source_value && check.target_value ? " → " : "", text("span", "target-value", check.target_value));
   }
   body.append(text("span", "check-name", check.name.replaceAll("_", " ")), values);
-  if (check.level !== "ok" && check.remedy) body.append(text("span", "remedy", check.remedy));
+  if (check.remedy) body.append(text("span", "remedy", check.remedy));
   row.append(mark, body);
   return row;
 }
