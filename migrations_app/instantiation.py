@@ -49,11 +49,15 @@ def bring_up(job: MigrationJob, attempt: int, target: InstanceClient, check: Cal
     Raises:
         MigrationStopped: it cannot have one, or the source is gone.
     """
-    start = _Start(job, attempt, target, check)
-    if start.look()["state"] == "up":
+    try:
+        state = engine_of(target.status())["state"]
+    except InstanceError:
+        # The pre-flight check comes next, and says so.
+        return
+    if state == "up":
         record(job.id, EventKind.STEP, step=Step.B_INSTANTIATE, message=f"{job.target_id} has an engine")
     else:
-        start.run()
+        _Start(job, attempt, target, check).run()
     record(job.id, EventKind.STEP, step=Step.B_INSTANTIATE_DONE, message=f"{job.target_id} is ready")
 
 

@@ -118,7 +118,7 @@ def _model_shape(source: Instance, target: Instance, wishes: Wishes) -> Problem 
     if isinstance(layers, int) and pp > layers:
         return Problem(
             "too_few_layers",
-            f"The model has {layers} layers and cannot be cut into {pp} stages: choose a target_pp of at most {layers}.",
+            f"The model has {layers} layers, too few for {pp} stages: choose a target_pp of at most {layers}.",
             "target_pp",
             f"{layers} layers",
             f"PP {pp}",
@@ -138,7 +138,8 @@ def _shared_accelerator(source: Instance, target: Instance, wishes: Wishes) -> P
     which = f"GPU {common[0]}" if len(common) == 1 else f"GPUs {', '.join(common)}"
     running = sum(int(source.requests.get(name) or 0) for name in ("running", "waiting"))
     start = source.inference_params.get("start_s")
-    took = f"about {float(start):.0f} s, as the source's own start took," if isinstance(start, (int, float)) else "a while"
+    known = isinstance(start, (int, float))
+    took = f"about {start:.0f} s, as the source's own start took," if known else "a while"
     return Problem(
         "shared_accelerator",
         f"Instances {source.vllm_hi_id} and {target.vllm_hi_id} share {which}, and their memory adds up to "

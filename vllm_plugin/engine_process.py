@@ -1,7 +1,7 @@
 """The `vllm serve` that a standby runs beside itself, with all that descends from it.
 
-It stays in the standby's process group: who kills that kills all of it. If the standby is killed alone, the kernel tells
-the child to end (Linux).
+It stays in the standby's process group: who kills that kills all of it. If the standby is killed alone, the kernel
+tells the child to end (Linux).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class EngineProcess:
     async def _ended(self) -> int:
         # asyncio's own wait() may also wait for the pipes, which descendants hold open.
         assert self._process is not None
-        while self._process.returncode is None:
+        while self._process.returncode is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         return self._process.returncode
 

@@ -137,7 +137,7 @@ def _apply(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         return
     settings = PluginSettings.from_env(environ)
     _refuse_conflicts(args)
-    stands_by = settings.is_kept and not is_kept()
+    stands_by = settings.has_standby_process and not is_kept()
     if stands_by and not hasattr(args, "dispatch_function"):
         raise ValueError("a cold standby needs `vllm serve`: start it that way, or add --vllm-hi-standby warm")
     args.vllm_hi_type = settings.instance_type

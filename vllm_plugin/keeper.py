@@ -51,7 +51,7 @@ class Keeper:
         return cls(int(text), environ.get(ID_VARIABLE) or None) if text.isdecimal() else None
 
     async def tell_when_listening(self, listening: Callable[[], bool]) -> None:
-        while not listening():
+        while not listening():  # noqa: ASYNC110
             await asyncio.sleep(LISTENING_POLL_S)
         self.tell("listening")
 

@@ -76,7 +76,7 @@ class PluginSettings:
         return f"http://{host}:{self.port}"
 
     @property
-    def is_kept(self) -> bool:
+    def has_standby_process(self) -> bool:
         """Whether the engine is run by a standby process (vllm_plugin/standby.py)."""
         return self.standby == "cold" or (self.instance_type == "B" and self.standby is None)
 

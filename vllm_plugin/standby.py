@@ -138,6 +138,7 @@ class Standby:
         self._over = loop.create_future()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._leave)
+        self._listener.hold()
         try:
             if self._settings.instance_type == "A":
                 self._begin(Instantiate(job="start", attempt=1, deadline_s=NO_DEADLINE_S), "A")
@@ -168,7 +169,7 @@ class Standby:
             "transport": "",
             "session": None,
             **identity(),
-            "vllm_hi_id": self._registration.vllm_hi_id if self._registration else self._vllm_hi_id,
+            "vllm_hi_id": self._known_as(),
             "instance_type": "B",
             "served_model_name": self._facts.served_model_name,
             "engine": self.engine(),
@@ -238,7 +239,7 @@ class Standby:
         await self._engine_ended(code)
 
     def _environment(self, wish: Instantiate) -> dict[str, str]:
-        environment = {**os.environ, ID_VARIABLE: self._vllm_hi_id or ""}
+        environment = {**os.environ, ID_VARIABLE: self._known_as() or ""}
         environment.pop(MODEL_VARIABLE, None)
         if wish.model is not None:
             environment[MODEL_VARIABLE] = wish.model
@@ -260,6 +261,7 @@ class Standby:
             self._keep(self._listener.stop())
         elif event == "registered" and self.state == "instantiating":
             self.state = "up"
+            self._progress.reach(100, "serving")
             self._keep(self._end_registration())
             logger.info("vLLM-HI: the engine is up")
         elif event == "put_down":
@@ -317,6 +319,9 @@ class Standby:
         if self._registration is None:
             self._registration = self._new_registration()
             self._registration.start()
+
+    def _known_as(self) -> str | None:
+        return self._registration.vllm_hi_id if self._registration else self._vllm_hi_id
 
     def _new_registration(self) -> Registration:
         async def status() -> dict[str, Any]:

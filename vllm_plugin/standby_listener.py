@@ -29,8 +29,8 @@ class _Server(uvicorn.Server):
 class StandbyListener:
     """Serves `app` on `host:port` between `start` and `stop`, which may alternate any number of times.
 
-    The port stays bound in between, so that nobody else gets it. The engine can bind it too, for it does so with
-    SO_REUSEPORT, as we do; those who only bind it get no connections.
+    The port stays bound from `hold` to `release`, so that nobody else gets it. The engine can bind it too, for it does
+    so with SO_REUSEPORT, as we do; those who only bind it get no connections.
     """
 
     def __init__(self, app: Any, host: str, port: int) -> None:
@@ -41,22 +41,26 @@ class StandbyListener:
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Returns when connections are accepted.
+    def hold(self) -> None:
+        """Takes the port, without listening there.
 
         Raises:
-            PortTaken: at the first start only.
+            PortTaken: somebody else has it.
         """
+        # Two that both share the port would each get half of the connections: whoever is there already wins.
+        self._bind(shared=False).close()
+        self._hold = self._bind(shared=True)
+
+    async def start(self) -> None:
+        """Returns when connections are accepted. After `hold`."""
         if self._serving is not None:
             return
-        if self._hold is None:
-            self._hold = self._take_port()
         config = uvicorn.Config(
             self._app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._bind(shared=True)]))
-        while not self._server.started:
+        while not self._server.started:  # noqa: ASYNC110
             await asyncio.sleep(START_POLL_S)
 
     async def stop(self) -> None:
@@ -71,11 +75,6 @@ class StandbyListener:
         if self._hold is not None:
             self._hold.close()
             self._hold = None
-
-    def _take_port(self) -> socket.socket:
-        # Two that both share the port would each get half of the connections: whoever is there already wins.
-        self._bind(shared=False).close()
-        return self._bind(shared=True)
 
     def _bind(self, *, shared: bool) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET

@@ -32,7 +32,7 @@ _USAGE = re.compile(r"^\S.*: error: (.+)$")
 #: They only say that another process failed, or that a failed one is being put away.
 _CONSEQUENCES = re.compile(
     r"initialization failed|failed to start|See (?:root cause|stack trace)|validation errors? for|Engine core proc"
-    r"|Engine process|KeyboardInterrupt|CancelledError|BrokenPipe|Connection(?:Reset|Refused)|EOFError|died unexpectedly"
+    r"|Engine process|KeyboardInterrupt|CancelledError|BrokenPipe|Connection(?:Reset|Refused)|EOFError|unexpectedly"
 )
 _REMEDIES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), remedy)
@@ -92,11 +92,8 @@ class StartProgress:
         if not reason:
             ended = "it was killed" if exit_code is not None and exit_code < 0 else f"vLLM ended with code {exit_code}"
             reason = f"{ended} while {self.phase}"
-        for pattern, remedy in _REMEDIES:
-            if pattern.search(reason):
-                break
-        else:
-            remedy = "The log of the standby has the details."
+        fit = (remedy for pattern, remedy in _REMEDIES if pattern.search(reason))
+        remedy = next(fit, "The log of the standby has the details.")
         return f"{reason.rstrip('.')}. {remedy}"
 
     def _look_for_error(self, line: str) -> None:

@@ -25,12 +25,12 @@ REST = (
     "Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:00<?, ?it/s]",
     "(Worker pid=3) INFO 11-30 22:25:55 [default_loader.py:501] Loading weights took 0.63 seconds",
     "(EngineCore pid=2) INFO 11-30 22:25:56 [kv_cache_utils.py:2327] CPU KV cache size: 58,880 tokens",
-    "(EngineCore pid=2) INFO 11-30 22:25:59 [core.py:402] init engine (profile, create kv cache, warmup model) took 3 s",
+    "(EngineCore pid=2) INFO 11-30 22:25:59 [core.py:402] init engine (profile, create kv cache) took 3 s",
 )
 NO_MODEL = (
     "(APIServer pid=1) Traceback (most recent call last):",
     "(APIServer pid=1) pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
-    "(APIServer pid=1)   Value error, Invalid repository ID or local directory specified: '/no/model'. [type=value_error]",
+    "(APIServer pid=1)   Value error, Invalid repository ID or local directory specified: '/no/model'. [type=value]",
 )
 NO_MEMORY = (
     "(Worker pid=3) ERROR 11-30 22:25:54 [multiproc.py:1] ValueError: Free memory on device cuda:0 (1.0/80.0 GiB) on "
@@ -57,11 +57,16 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path.startswith("/say/"):
             _say(self.path.removeprefix("/say/"))
         elif self.path == "/die":
-            print("RuntimeError: the device is on fire", flush=True)
+            _write("RuntimeError: the device is on fire")
             os._exit(7)
 
     def log_message(self, format: str, *args: object) -> None:
         """Quiet."""
+
+
+def _write(*lines: str) -> None:
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
 
 
 def _say(event: str) -> None:
@@ -69,9 +74,9 @@ def _say(event: str) -> None:
 
 
 def main(behaviour: str, port: int) -> None:
-    print(*START, sep="\n", flush=True)
+    _write(*START)
     if behaviour in ("no_model", "no_memory"):
-        print(*(NO_MODEL if behaviour == "no_model" else NO_MEMORY), sep="\n", flush=True)
+        _write(*(NO_MODEL if behaviour == "no_model" else NO_MEMORY))
         sys.exit(1)
     if behaviour == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -82,7 +87,7 @@ def main(behaviour: str, port: int) -> None:
         time.sleep(300)
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print(*REST, sep="\n", flush=True)
+    _write(*REST)
     server = _Engine(("127.0.0.1", port), _Handler)
     _say("listening")
     _say("registered")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import User
+from django.test import Client
+from django.urls import reverse
 from rest_framework.test import APIClient
 
 from instances import services
@@ -181,3 +184,24 @@ def test_wishes_of_a_target_with_an_engine_are_still_refused(operator_api: APICl
     wish = {"source": "hi-a", "target": "hi-b", "target_tp": 2}
     answer = operator_api.post("/api/v1/migrations", wish, format="json")
     assert (answer.status_code, answer.json()["error"]["code"]) == (422, "topology_change_unsupported")
+
+
+def test_the_form_asks_how_the_engine_shall_be(client: Client, operator: User) -> None:
+    cold_pair()
+    client.force_login(operator)
+    page = reverse("migrate", args=["hi-a"])
+    assert "target_tp" in client.get(page).content.decode()
+    wish = {"target": "hi-b", "migration_type": "preserve_source", "mode": "rolling", "tn": 2, "action": "start"}
+    answer = client.post(page, {**wish, "target_tp": 5})
+    assert answer.status_code == 422
+    assert "choose a target_tp that divides 12" in answer.content.decode()
+    assert not MigrationJob.objects.exists()
+    assert client.post(page, {**wish, "target_tp": 2, "target_gpu_memory_utilization": ""}).status_code == 302
+    job = MigrationJob.objects.get()
+    assert (job.target_tp, job.target_pp, job.target_gpu_memory_utilization) == (2, None, None)
+
+
+def test_the_form_does_not_ask_where_all_have_an_engine(client: Client, operator: User) -> None:
+    cold_pair({"engine": {"state": "up"}})
+    client.force_login(operator)
+    assert "target_tp" not in client.get(reverse("migrate", args=["hi-a"])).content.decode()

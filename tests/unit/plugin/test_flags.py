@@ -130,7 +130,7 @@ def test_a_cold_standby_takes_the_place_of_the_engine(
 def test_the_engine_of_a_standby_is_an_engine_on_the_same_port(environment: pytest.MonkeyPatch, installed: list[str]):
     environment.setenv("VLLM_HI_STANDBY_PIPE", "17")
     environment.setenv("VLLM_HI_STANDBY_MODEL", "other/model")
-    args, plain = serve("some/model", *HOST, "--vllm-hi-type", "B")
+    args, _ = serve("some/model", *HOST, "--vllm-hi-type", "B")
     assert args.dispatch_function is serve_on_shared_port
     assert (args.model_tag, args.scheduler_cls, installed) == ("other/model", flags.SCHEDULER_CLS, ["installed"])
     environment.delenv("VLLM_HI_STANDBY_MODEL")
