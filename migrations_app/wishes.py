@@ -53,8 +53,8 @@ def problem(source: Instance, target: Instance, wishes: Wishes) -> Problem | Non
         return None
     return (
         _form(wishes)
-        or _devices(source, target, wishes)
         or _model_shape(source, target, wishes)
+        or _devices(source, target, wishes)
         or _shared_accelerator(source, target, wishes)
     )
 

@@ -88,8 +88,8 @@ def test_wishes_that_cannot_come_true_are_refused_up_front(cold: RunningStack) -
     source, target = cold.active(), cold.standby()
     status, error = _refused(cold, source, target, target_tp=3)
     assert (status, error["code"], error["param"]) == (422, "heads_not_divisible", "target_tp")
-    status, error = _refused(cold, source, target, target_tp=1024)
-    assert (status, error["param"]) == (422, "target_tp")
+    status, error = _refused(cold, source, target, target_tp=4, target_pp=512)
+    assert (status, error["param"]) == (422, "target_pp")
     status, error = _refused(cold, source, target, migration_type="explode")
     assert (status, error["param"]) == (400, "migration_type")
     assert cold.status(target)["engine"]["state"] == "down"

@@ -20,7 +20,7 @@ DOWN = {"state": "down", "percent": 0, "phase": "", "error": ""}
 
 
 def cold_pair(target: dict[str, Any] | None = None, **topology: Any) -> tuple[Instance, Instance]:
-    facts = {"max_model_len": 2048, "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 8}
+    facts = {"max_model_len": 2048, "num_attention_heads": 12, "num_key_value_heads": 4, "num_hidden_layers": 16}
     source = make_instance("hi-a", inference_params=facts)
     sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "device_kind": "cpu", "device_count": 8}
     fields: dict[str, Any] = {"instance_type": "B", "engine": DOWN, "factors": {}, "topology": {**sizes, **topology}}
@@ -91,7 +91,7 @@ def test_wishes_that_cannot_come_true(db: None, wishes: Wishes, code: str, param
 
 
 def test_too_many_stages(db: None) -> None:
-    found = problem(*cold_pair(device_count=64), Wishes(pp=9))
+    found = problem(*cold_pair(device_count=64), Wishes(pp=17))
     assert found is not None
     assert (found.code, found.param) == ("too_few_layers", "target_pp")
 
