@@ -183,8 +183,9 @@ class MigrationEndpoints:
     def _engine_state(self) -> dict[str, Any]:
         """As of a standby (`Standby.engine`): it is up once it has warmed up and the panel knows it."""
         starting = self.keeper is not None and not self.keeper.announced
+        ending = self.keeper is not None and self.keeper.ending
         return {
-            "state": "instantiating" if starting else "up",
+            "state": "stopping" if ending else "instantiating" if starting else "up",
             "percent": 95 if starting else 100,
             "phase": "warming up" if starting else "",
             "error": "",
@@ -259,6 +260,8 @@ class MigrationEndpoints:
             wish = msgspec.json.decode(await read_body(request), type=Instantiate)
         except msgspec.MsgspecError as error:
             raise bad_field(error) from error
+        if self.keeper is not None and self.keeper.ending:
+            raise CallRefused(409, "engine_busy", "The engine is just being put down: try again.")
         for name, real in self.parallel.items():
             wished = getattr(wish, name)
             if wished not in (None, real):

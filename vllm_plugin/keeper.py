@@ -44,6 +44,8 @@ class Keeper:
         self.vllm_hi_id = vllm_hi_id
         #: Warmed up, and known to the panel.
         self.announced = False
+        #: The standby was asked to end this engine, and will do so any moment.
+        self.ending = False
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Keeper | None:
@@ -62,6 +64,7 @@ class Keeper:
 
     def put_down(self) -> None:
         """This engine is not needed any more: the standby ends it and stands by without one."""
+        self.ending = True
         self.tell("put_down")
 
     def destroyed(self) -> None:

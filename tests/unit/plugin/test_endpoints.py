@@ -251,6 +251,9 @@ async def test_a_standby_that_stays_cold_is_told_to_put_its_engine_down(
     assert (await client.post("/vllm_hi/migration/convert_to_b", json=JOB)).status_code == 409
     engine_core.answers["convert_to_b"] = {"ok": {"role": "standby"}}
     assert (await client.post("/vllm_hi/migration/convert_to_b", json=JOB)).status_code == 200
+    # Whoever comes now would find an engine that is about to go.
+    answer = await client.post("/vllm_hi/migration/instantiate", json=JOB)
+    assert answer.status_code == (409 if told else 200)
     os.close(writing)
     said = os.read(reading, 4096)
     os.close(reading)
