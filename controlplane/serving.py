@@ -29,6 +29,7 @@ class InstanceOptions:
         kv_cache_bytes: KV cache of each instance.
         max_num_seqs, max_model_len: limits of each instance, requests and tokens.
         faults: opens the test switch that breaks migrations on purpose.
+        standby: `--vllm-hi-standby` of both: warm instances can be moved to at once. None leaves it out.
         arguments: appended to `vllm serve`.
     """
 
@@ -39,6 +40,7 @@ class InstanceOptions:
     max_num_seqs: int = 16
     max_model_len: int = 2048
     faults: bool = False
+    standby: str | None = "warm"
     arguments: tuple[str, ...] = ()
 
 
@@ -70,6 +72,8 @@ def serve_command(options: InstanceOptions, letter: str, port: int, panel: str, 
     else:
         command += ["--gpu-memory-utilization", "0.4"]
     command += ["--vllm-hi-type", letter, "--vllm-hi-host", panel, "--vllm-hi-data-port", str(data_port)]
+    if options.standby:
+        command += ["--vllm-hi-standby", options.standby]
     return [*command, *options.arguments]
 
 

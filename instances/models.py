@@ -9,7 +9,8 @@ from django.conf import settings
 from django.db import models
 from django.utils import timezone
 
-from instances.choices import BUSY_STATUSES, STATUS_TONES, InstanceStatus, InstanceType
+from instances import life
+from instances.choices import BUSY_STATUSES, InstanceStatus, InstanceType
 
 __all__ = ["Instance", "RoutingVersion"]
 
@@ -42,6 +43,8 @@ class Instance(models.Model):
     requests = models.JSONField(default=dict, blank=True)
     #: Names of the LoRA adapters that it serves beside its model; they come and go while it runs.
     adapters = models.JSONField(default=list, blank=True)
+    #: `{state, percent, phase, error}`: whether it has an engine, and how far that is; empty: it has.
+    engine = models.JSONField(default=dict, blank=True)
 
     pid = models.PositiveBigIntegerField(null=True, blank=True)
     #: False from the registration of a new process until its first heartbeat told which role it really has.
@@ -81,8 +84,13 @@ class Instance(models.Model):
         )
 
     @property
+    def state(self) -> str:
+        """For people; see `instances.life`."""
+        return life.shown_state(self)
+
+    @property
     def status_tone(self) -> str:
-        return STATUS_TONES.get(self.status, "muted")
+        return life.shown_tone(self)
 
     @property
     def kv_used_fraction(self) -> float | None:

@@ -53,6 +53,7 @@ class Registration(TypedDict):
     factors: NotRequired[dict[str, Any]]
     capabilities: NotRequired[dict[str, Any]]
     adapters: NotRequired[list[str]]
+    engine: NotRequired[dict[str, Any]]
     pid: NotRequired[int | None]
 
 
@@ -65,6 +66,7 @@ class Heartbeat(TypedDict):
     requests: NotRequired[dict[str, Any]]
     factors: NotRequired[dict[str, Any]]
     adapters: NotRequired[list[str]]
+    engine: NotRequired[dict[str, Any]]
     control_port: NotRequired[int]
 
 
@@ -118,6 +120,7 @@ def register(data: Registration) -> Instance:
         instance.plugin_version = data.get("plugin_version", "")
         instance.factors = data.get("factors", {})
         instance.adapters = data.get("adapters", [])
+        instance.engine = data.get("engine", {})
         if "capabilities" in data:
             instance.capabilities = data["capabilities"]
         instance.pid = pid
@@ -150,6 +153,7 @@ def heartbeat(beat: Heartbeat) -> bool:
         instance.requests = beat.get("requests", instance.requests)
         instance.factors = beat.get("factors", instance.factors)
         instance.adapters = beat.get("adapters", instance.adapters)
+        instance.engine = beat.get("engine", instance.engine)
         instance.control_port = beat.get("control_port", instance.control_port)
         if instance.status == InstanceStatus.UNREACHABLE:
             instance.status = instance.resume_status or InstanceStatus.STANDBY
@@ -161,7 +165,7 @@ def heartbeat(beat: Heartbeat) -> bool:
             instance.role_confirmed = True
         instance.save(
             update_fields=[
-                "last_heartbeat_at", "kv", "requests", "factors", "adapters", "control_port", "status",
+                "last_heartbeat_at", "kv", "requests", "factors", "adapters", "engine", "control_port", "status",
                 "instance_type", "routed", "role_confirmed",
             ]
         )  # fmt: skip

@@ -37,6 +37,7 @@ from migrations_app.choices import (
 )
 from migrations_app.convergence import stop_reason
 from migrations_app.events import record
+from migrations_app.instantiation import bring_up
 from migrations_app.lease import MISSES, RECOMPUTE_MISSES, LeaseKeeper
 from migrations_app.models import MigrationJob
 from migrations_app.preflight import run_preflight
@@ -140,6 +141,7 @@ class Execution:
     def _validate(self) -> dict[str, Any]:
         """Pre-flight; returns the target's status."""
         self._step(Step.VALIDATE, "Compares both instances")
+        bring_up(self.job, self.attempt, self.target, self._check)
         preflight = run_preflight(self.job.source, self.job.target, self.job.mode)
         MigrationJob.objects.filter(id=self.job.id).update(preflight=preflight.as_dict())
         problem = preflight.first_error()
@@ -152,8 +154,6 @@ class Execution:
         for check in preflight.checks:
             if check.level == "warning":
                 record(self.job.id, EventKind.STEP, message=f"Warning, {check.name}: {check.remedy}")
-        self._step(Step.B_INSTANTIATE, f"{self.job.target_id} is a warm standby")
-        self._step(Step.B_INSTANTIATE_DONE, f"{self.job.target_id} is ready")
         self._advance(MigrationState.PREFLIGHT, MigrationState.ATTACHING)
         return self._ask(self.target.status, "it was asked for its status")
 

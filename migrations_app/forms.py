@@ -22,6 +22,10 @@ class MigrateForm(forms.Form):
     )
     mode = forms.ChoiceField(choices=HandoverMode.choices, initial=HandoverMode.ROLLING, required=False)
     tn = forms.IntegerField(min_value=1, max_value=64)
+    #: Of a target that has no engine yet.
+    target_tp = forms.IntegerField(min_value=1, max_value=1024, required=False)
+    target_pp = forms.IntegerField(min_value=1, max_value=1024, required=False)
+    target_gpu_memory_utilization = forms.FloatField(min_value=0, max_value=1, required=False)
 
     def clean_mode(self) -> str:
         """Programs that know nothing of modes leave it out."""

@@ -11,7 +11,9 @@ from django.conf import settings
 from instances.client import InstanceClient, InstanceError
 from instances.models import Instance
 from migrations_app.choices import HandoverMode
+from migrations_app.instantiation import engine_of
 from migrations_app.prediction import Estimate, estimate_cost
+from migrations_app.wishes import Wishes, problem, shown
 from vllm_plugin.compatibility import Check, Level, compare
 
 __all__ = ["Check", "Preflight", "run_preflight"]
@@ -43,7 +45,9 @@ class Preflight:
         }
 
 
-def run_preflight(source: Instance, target: Instance, mode: str = HandoverMode.ROLLING) -> Preflight:
+def run_preflight(
+    source: Instance, target: Instance, mode: str = HandoverMode.ROLLING, wishes: Wishes | None = None
+) -> Preflight:
     """Asks both instances and compares. Changes nothing; an instance that does not answer is an error in the list."""
     checks: list[Check] = []
     statuses: list[dict[str, Any] | None] = []
@@ -73,6 +77,9 @@ def run_preflight(source: Instance, target: Instance, mode: str = HandoverMode.R
     if left is None or right is None:
         return Preflight(checks)
     checks += [_support("source", left), _support("target", right)]
+    if engine_of(right)["state"] != "up":
+        checks += _without_engine(source, target, wishes or Wishes(), right)
+        return Preflight(checks, estimate_cost(requests, left.get("kv") or {}))
     checks += compare(left.get("factors") or {}, right.get("factors") or {})
     way, probe = _way(source, right, mode)
     estimate = estimate_cost(requests, left.get("kv") or {}, probe)
@@ -91,6 +98,17 @@ def run_preflight(source: Instance, target: Instance, mode: str = HandoverMode.R
             )
         )
     return Preflight(checks, estimate)
+
+
+def _without_engine(source: Instance, target: Instance, wishes: Wishes, status: Mapping[str, Any]) -> list[Check]:
+    """What can be said of a target whose engine is still to be brought up. The migration compares the rest after it."""
+    wrong = problem(source, target, wishes)
+    if wrong is not None:
+        return [Check(wrong.code, wrong.source_value, wrong.target_value, "error", wrong.message)]
+    error = str(engine_of(dict(status)).get("error") or "")
+    sizes = f"brought up first, {shown(source, target, wishes)}"
+    remedy = f"Its last start failed: {error}" if error else ""
+    return [Check("target_engine", "up", sizes, "warning" if error else "ok", remedy)]
 
 
 def _equal(name: str, left: object, right: object) -> Check:

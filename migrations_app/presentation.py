@@ -218,7 +218,7 @@ def result(job: MigrationJob, totals: Numbers) -> dict[str, str]:
         else:
             text = f"{_all_of(moved, total)} moved from {job.source_id} to {job.target_id}{took}.{_felt(totals)}"
         if job.migration_type == MigrationType.PRESERVE_SOURCE:
-            text += f" {job.source_id} is a warm standby now."
+            text += f" {job.source_id} is a standby now."
         elif job.migration_type == MigrationType.DESTROY_SOURCE:
             text += f" {job.source_id} was shut down."
         return {"title": title, "sentence": text}

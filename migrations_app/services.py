@@ -9,6 +9,7 @@ from django.conf import settings
 from django.contrib.auth.models import AbstractBaseUser, AnonymousUser
 from django.db import IntegrityError, transaction
 
+from instances.life import needs_engine
 from instances.models import Instance
 from instances.selectors import find_instance
 from instances.services import InstanceRefused, refusal_to_migrate, reserve_for_migration, restore_after_migration
@@ -16,6 +17,7 @@ from migrations_app.choices import EventKind, HandoverMode, MigrationState, Migr
 from migrations_app.events import record
 from migrations_app.models import MigrationJob
 from migrations_app.state import advance
+from migrations_app.wishes import Wishes, problem
 
 __all__ = ["MigrationRefused", "create_migration", "request_abort"]
 
@@ -59,10 +61,16 @@ def create_migration(
     Raises:
         MigrationRefused: 404 `unknown_instance`, 400 `same_instance`, `invalid_request`, 409 `model_mismatch`,
             `migration_in_progress`, `source_not_active`, `target_not_standby`, `instance_unreachable`,
-            `instance_destroyed`, 422 `unsupported_policy`, `topology_change_unsupported`.
+            `instance_destroyed`, 422 `unsupported_policy`, `topology_change_unsupported`, and for a target without an
+            engine 400 `invalid_request`, 422 `too_few_devices`, `heads_not_divisible`, `too_few_layers`,
+            `shared_accelerator`.
     """
     source, target = check_pair(source_id, target_id)
     _check_wishes(migration_type, mode, tn, target, target_tp, target_pp, target_model)
+    wrong = problem(source, target, Wishes(target_tp, target_pp, target_gpu_memory_utilization, target_model))
+    if wrong is not None:
+        status = 400 if wrong.code == "invalid_request" else 422
+        raise MigrationRefused(wrong.code, wrong.message, wrong.param, status)
     try:
         with transaction.atomic():
             reserve_for_migration(source_id, target_id)
@@ -207,6 +215,9 @@ def _check_wishes(
         raise MigrationRefused("invalid_request", f"mode must be one of {', '.join(HandoverMode.values)}.", "mode", 400)
     if tn < 1:
         raise MigrationRefused("invalid_request", "tn must be 1 or more.", "tn", 400)
+    if needs_engine(target):
+        # It is brought up as wished.
+        return
     real: dict[str, Any] = target.topology
     for param, wish, name in (
         ("target_tp", tp, "tensor_parallel_size"),

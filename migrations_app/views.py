@@ -15,6 +15,7 @@ from django.views.decorators.http import require_http_methods, require_POST, req
 
 from controlplane.permissions import may_operate
 from instances import selectors as instance_selectors
+from instances.life import needs_engine
 from instances.models import Instance
 from instances.services import refusal_to_migrate
 from migrations_app import presentation, selectors, services
@@ -121,7 +122,15 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
         wish = form.cleaned_data
         try:
             job = services.create_migration(
-                source.pk, wish["target"], wish["migration_type"], request.user, mode=wish["mode"], tn=wish["tn"]
+                source.pk,
+                wish["target"],
+                wish["migration_type"],
+                request.user,
+                mode=wish["mode"],
+                tn=wish["tn"],
+                target_tp=wish["target_tp"],
+                target_pp=wish["target_pp"],
+                target_gpu_memory_utilization=wish["target_gpu_memory_utilization"],
             )
         except services.MigrationRefused as error:
             form.add_error(error.param if error.param in form.fields else None, error.message)
@@ -140,6 +149,7 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
         "source": source,
         "targets": targets,
         "has_valid_target": bool(valid),
+        "some_without_engine": any(needs_engine(target) for target in valid),
         "chosen": chosen,
         "policy": request.POST.get("migration_type", ""),
         "modes": HandoverMode.choices,

@@ -25,6 +25,7 @@ __all__ = [
     "missing_probes",
     "probes",
     "sampler_fingerprint",
+    "server_function",
     "sleep_while_waiting",
     "vllm_version",
 ]
@@ -90,6 +91,9 @@ _PATHS = {
 
 #: The code that turns random state into tokens, for the V1 and the V2 runner.
 _SAMPLERS = ("vllm.v1.sample.ops.topk_topp_sampler", "vllm.v1.worker.gpu.sample.gumbel")
+
+#: Where `vllm serve` finds the parts of its server.
+_SERVER_MODULES = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 
 #: The method by which the API server reaches the plugin's half in the engine core (v1/engine/core.py looks
 #: utilities up by name).
@@ -311,6 +315,20 @@ def vllm_version() -> str:
     """The version that vLLM reports of itself."""
     version: str = importlib.import_module("vllm.version").__version__
     return version
+
+
+def server_function(name: str) -> Any:
+    """`setup_server` or `run_server_worker` of vLLM's API server, which moved with 0.32.
+
+    Raises:
+        RuntimeError: this vLLM has none.
+    """
+    for module in _SERVER_MODULES:
+        try:
+            return resolve(f"{module}:{name}")
+        except (ImportError, AttributeError):
+            continue
+    raise RuntimeError(f"this vLLM has no {name}")
 
 
 def sampler_fingerprint() -> str:

@@ -94,6 +94,11 @@ class MigrationPairSerializer(serializers.Serializer[Any]):
     source = serializers.CharField(max_length=64)  # type: ignore[assignment]
     target = serializers.CharField(max_length=64)
     mode = serializers.ChoiceField(choices=HandoverMode.choices, default=HandoverMode.ROLLING)
+    #: Of a target that has no engine yet: how it is brought up. Null: as it was started, else as the source is.
+    target_tp = serializers.IntegerField(min_value=1, max_value=1024, required=False, allow_null=True)
+    target_pp = serializers.IntegerField(min_value=1, max_value=1024, required=False, allow_null=True)
+    target_gpu_memory_utilization = serializers.FloatField(min_value=0, max_value=1, required=False, allow_null=True)
+    target_model = serializers.CharField(max_length=255, required=False, allow_blank=True, allow_null=True)
 
 
 class CreateMigrationSerializer(MigrationPairSerializer):

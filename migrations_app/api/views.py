@@ -28,6 +28,7 @@ from migrations_app.api.serializers import (
 from migrations_app.choices import MigrationState
 from migrations_app.models import MigrationJob
 from migrations_app.preflight import run_preflight
+from migrations_app.wishes import Wishes
 
 __all__ = ["MigrationViewSet", "SeedMigrateView", "SeedMigrationStatusView"]
 
@@ -74,6 +75,10 @@ class MigrationViewSet(mixins.ListModelMixin, mixins.RetrieveModelMixin, viewset
                 request.user,
                 mode=wish.validated_data["mode"],
                 tn=wish.validated_data["tn"],
+                target_tp=wish.validated_data.get("target_tp"),
+                target_pp=wish.validated_data.get("target_pp"),
+                target_gpu_memory_utilization=wish.validated_data.get("target_gpu_memory_utilization"),
+                target_model=wish.validated_data.get("target_model") or "",
             )
         except services.MigrationRefused as refusal:
             raise _api_error(refusal) from refusal
@@ -89,7 +94,14 @@ class MigrationViewSet(mixins.ListModelMixin, mixins.RetrieveModelMixin, viewset
             source, target = services.check_pair(pair.validated_data["source"], pair.validated_data["target"])
         except services.MigrationRefused as refusal:
             raise _api_error(refusal) from refusal
-        return Response(run_preflight(source, target, pair.validated_data["mode"]).as_dict())
+        data = pair.validated_data
+        wishes = Wishes(
+            data.get("target_tp"),
+            data.get("target_pp"),
+            data.get("target_gpu_memory_utilization"),
+            data.get("target_model") or "",
+        )
+        return Response(run_preflight(source, target, data["mode"], wishes).as_dict())
 
     @extend_schema(
         parameters=[OpenApiParameter("after", int, description="number of the last event you have")],

@@ -39,6 +39,13 @@ function estimateSentence(estimate) {
   return `About ${what}, ${count(estimate.blocks)} blocks, ${size(estimate.bytes)}, ${seconds(estimate.seconds)} in ${estimate.rounds} rounds.`;
 }
 
+/** How a target without an engine shall be brought up; what is empty is left to it. */
+function wishes(form) {
+  const names = ["target_tp", "target_pp", "target_gpu_memory_utilization"];
+  const given = names.filter((name) => form.elements[name]?.value);
+  return Object.fromEntries(given.map((name) => [name, Number(form.elements[name].value)]));
+}
+
 /** @param {HTMLFormElement} form the server's form, on its own page or in a dialog */
 export function enhanceMigrateForm(form) {
   const { target, mode } = form.elements;
@@ -69,6 +76,7 @@ export function enhanceMigrateForm(form) {
         source: form.dataset.source,
         target: target.value,
         mode: mode.value,
+        ...wishes(form),
       });
       ({ level, estimate } = preflight);
       list = preflight.checks;
@@ -90,6 +98,7 @@ export function enhanceMigrateForm(form) {
 
   target.addEventListener("change", check);
   mode.addEventListener("change", check);
+  form.querySelector("#target-size")?.addEventListener("change", check);
   form.addEventListener("submit", () => {
     part("note").textContent = "Starting…";
     // After the browser has read the form: a disabled button would not send its value.

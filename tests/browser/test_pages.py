@@ -39,7 +39,7 @@ def test_the_dashboard_shows_instances_and_follows_changes(operator: Page, compl
     factories.job(source, target)
     table = operator.locator("#instances")
     expect(table.get_by_role("row", name=re.compile("a-one"))).to_contain_text("Active")
-    expect(table.get_by_role("row", name=re.compile("b-two"))).to_contain_text("Standby")
+    expect(table.get_by_role("row", name=re.compile("b-two"))).to_contain_text("Ready")
     expect(operator.locator("#cards")).to_contain_text("2 of 2")
     expect(operator.locator("#jobs")).to_contain_text("Pending")
     assert complaints == []

@@ -68,20 +68,22 @@ class RunningStack:
         model: served model name.
     """
 
-    def __init__(self, state_dir: Path) -> None:
-        self.model = MODEL
+    def __init__(self, state_dir: Path, instances: InstanceOptions | None = None, first_port: int = FIRST_PORT) -> None:
+        options = instances or InstanceOptions(model=str(chat_model()), served_model_name=MODEL, faults=True)
+        self.model = options.served_model_name
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="stack", daemon=True)
         self._thread.start()
-        options = StackOptions(
-            state_dir=state_dir,
-            panel_port=FIRST_PORT + 2,
-            first_instance_port=FIRST_PORT,
-            first_data_port=FIRST_PORT + 1000,
-            instances=InstanceOptions(model=str(chat_model()), served_model_name=MODEL, faults=True),
-            say=lambda line: sys.stderr.write(line + "\n"),
+        self.stack = Stack(
+            StackOptions(
+                state_dir=state_dir,
+                panel_port=first_port + 2,
+                first_instance_port=first_port,
+                first_data_port=first_port + 1000,
+                instances=options,
+                say=lambda line: sys.stderr.write(line + "\n"),
+            )
         )
-        self.stack = Stack(options)
 
     @property
     def url(self) -> str:

@@ -118,7 +118,7 @@ def test_the_result_of_a_good_migration_is_a_sentence() -> None:
     assert text.startswith(
         "All 8 requests moved from a to b in 4.2 s. The pause that clients saw was 60 ms at the median"
     )
-    assert text.endswith("a is a warm standby now.")
+    assert text.endswith("a is a standby now.")
 
 
 def test_the_result_says_that_nothing_had_to_move() -> None:
