@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 from datetime import datetime, timedelta
@@ -9,7 +10,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Q
+from django.db.models import F, Q
 from django.utils import timezone
 
 from instances.choices import InstanceStatus, InstanceType
@@ -31,6 +32,7 @@ __all__ = [
     "restore_after_migration",
     "retire_drained_source",
     "route_new_requests",
+    "serve_beside",
 ]
 
 logger = logging.getLogger(__name__)
@@ -162,7 +164,7 @@ def heartbeat(beat: Heartbeat) -> bool:
         instance.save(
             update_fields=[
                 "last_heartbeat_at", "kv", "requests", "factors", "adapters", "control_port", "status",
-                "instance_type", "routed", "role_confirmed",
+                "instance_type", "routed", "alias", "role_confirmed",
             ]
         )  # fmt: skip
         if before != _routed_facts(instance):
@@ -174,7 +176,7 @@ def deregister(vllm_hi_id: str) -> bool:
     """A clean stop: the instance leaves the routing table, its row stays. Returns False when it is not known."""
     with transaction.atomic():
         changed = Instance.objects.filter(vllm_hi_id=vllm_hi_id).update(
-            status=InstanceStatus.DESTROYED, resume_status="", routed=False
+            status=InstanceStatus.DESTROYED, resume_status="", routed=False, alias=""
         )
         publish_on_commit()
     return changed == 1
@@ -206,27 +208,38 @@ def mark_silent_unreachable(now: datetime | None = None) -> list[str]:
 def reserve_for_migration(source_id: str, target_id: str) -> None:
     """Takes both instances for one migration: source becomes draining, target migrating. Call inside a transaction.
 
-    Both statements are conditional: of two migrations that want the same instance, one gets it.
+    All statements are conditional: of two migrations that want the same instance, one gets it.
 
     Raises:
         InstanceRefused: the caller's transaction must be rolled back.
     """
-    for vllm_hi_id, wanted, busy, param in (
-        (source_id, InstanceStatus.ACTIVE, InstanceStatus.DRAINING, "source"),
-        (target_id, InstanceStatus.STANDBY, InstanceStatus.MIGRATING, "target"),
+    for vllm_hi_id, busy, param, other_id in (
+        (source_id, InstanceStatus.DRAINING, "source", target_id),
+        (target_id, InstanceStatus.MIGRATING, "target", source_id),
     ):
-        taken = Instance.objects.filter(vllm_hi_id=vllm_hi_id, status=wanted).update(status=busy, resume_status=wanted)
+        instance = Instance.objects.get(vllm_hi_id=vllm_hi_id)
+        other = Instance.objects.get(vllm_hi_id=other_id)
+        refusal = refusal_to_migrate(instance, "source" if param == "source" else "target", other)
+        if refusal is not None:
+            raise refusal
+        taken = Instance.objects.filter(vllm_hi_id=vllm_hi_id, status=instance.status).update(
+            status=busy, resume_status=instance.status, resume_routed=F("routed"), resume_alias=F("alias")
+        )
         if not taken:
-            instance = Instance.objects.get(vllm_hi_id=vllm_hi_id)
-            refusal = refusal_to_migrate(instance, "source" if param == "source" else "target")
-            # None: it changed between the two statements; the next try will see it settled.
-            raise refusal or InstanceRefused(
+            # It changed between the two statements; the next try will see it settled.
+            raise InstanceRefused(
                 "migration_in_progress", f"Instance {vllm_hi_id} is just being taken by another migration.", param
             )
 
 
-def refusal_to_migrate(instance: Instance, side: Literal["source", "target"]) -> InstanceRefused | None:
-    """Why an instance cannot be the source or target of a new migration; None if it can."""
+def refusal_to_migrate(
+    instance: Instance, side: Literal["source", "target"], other: Instance | None = None
+) -> InstanceRefused | None:
+    """Why an instance cannot be the source or target of a new migration; None if it can.
+
+    A target is a standby, or serves beside its `other` since a migration that kept its source active: then more
+    requests may go to it, and those that it has may come back.
+    """
     name = f"Instance {instance.vllm_hi_id}"
     if instance.is_busy:
         return InstanceRefused(
@@ -242,7 +255,8 @@ def refusal_to_migrate(instance: Instance, side: Literal["source", "target"]) ->
         return InstanceRefused(
             "source_not_active", f"{name} is {instance.status} and serves nothing that could move.", side
         )
-    if side == "target" and instance.status != InstanceStatus.STANDBY:
+    beside = instance.status == InstanceStatus.ACTIVE and bool(instance.alias or (other is not None and other.alias))
+    if side == "target" and instance.status != InstanceStatus.STANDBY and not beside:
         return InstanceRefused(
             "target_not_standby", f"{name} is {instance.status}; choose a standby instance as target.", side
         )
@@ -250,18 +264,34 @@ def refusal_to_migrate(instance: Instance, side: Literal["source", "target"]) ->
 
 
 def route_new_requests(source_id: str, target_id: str) -> int:
-    """New requests go to the target from now on. Returns the version of the table that says so."""
+    """New requests go to the target from now on. Returns the version of the table that says so.
+
+    A standby that takes over takes the source's alias, too; an instance that serves already keeps its own names.
+    """
     with transaction.atomic():
-        Instance.objects.filter(vllm_hi_id=source_id).update(routed=False)
-        Instance.objects.filter(vllm_hi_id=target_id).update(routed=True)
+        source, target = (Instance.objects.select_for_update().get(vllm_hi_id=one) for one in (source_id, target_id))
+        serves = target.routed or bool(target.alias)
+        Instance.objects.filter(vllm_hi_id=target_id).update(
+            routed=target.routed or source.routed, alias=target.alias if serves else source.alias
+        )
+        Instance.objects.filter(vllm_hi_id=source_id).update(routed=False, alias="")
     return publish_routing_table()
 
 
-def restore_after_migration(source_id: str, target_id: str) -> None:
-    """Undoes the reservation and the route switch: the source serves again, the target stands by."""
+def restore_after_migration(source_id: str, target_id: str, *, target_serves: bool = False) -> None:
+    """Undoes the reservation and the route switch: the source serves again, the target is what it was.
+
+    `target_serves`: requests have moved to it that belong to nobody else, so it is reachable beside the source.
+    """
     with transaction.atomic():
-        _settle(source_id, InstanceStatus.ACTIVE, InstanceType.A, routed=True)
-        _settle(target_id, InstanceStatus.STANDBY, InstanceType.B, routed=False)
+        source, target = (Instance.objects.get(vllm_hi_id=one) for one in (source_id, target_id))
+        _settle(
+            source_id, InstanceStatus.ACTIVE, InstanceType.A, routed=source.resume_routed, alias=source.resume_alias
+        )
+        if target_serves or target.resume_routed or target.resume_alias:
+            _set_beside(target)
+        else:
+            _settle(target_id, InstanceStatus.STANDBY, InstanceType.B, routed=False)
         publish_on_commit()
 
 
@@ -273,10 +303,17 @@ def hand_service_over(
     "draining" is a source that still has requests which could not move; nothing new is routed to it.
     """
     with transaction.atomic():
-        _settle(target_id, InstanceStatus.ACTIVE, InstanceType.A, routed=True)
+        target = Instance.objects.get(vllm_hi_id=target_id)
+        _settle(target_id, InstanceStatus.ACTIVE, InstanceType.A, routed=target.routed, alias=target.alias)
         source_type = InstanceType.B if source_becomes == "standby" else None
         _settle(source_id, InstanceStatus(source_becomes), source_type, routed=False)
         publish_on_commit()
+
+
+def serve_beside(source_id: str, target_id: str) -> None:
+    """The end of a migration that kept its source active: new requests still go where they went, and the target is
+    reachable under a name of its own."""
+    restore_after_migration(source_id, target_id, target_serves=True)
 
 
 def retire_drained_source(vllm_hi_id: str) -> None:
@@ -286,8 +323,24 @@ def retire_drained_source(vllm_hi_id: str) -> None:
         publish_on_commit()
 
 
-def _settle(vllm_hi_id: str, status: InstanceStatus, instance_type: InstanceType | None, *, routed: bool) -> None:
-    fields: dict[str, Any] = {"routed": routed}
+def _set_beside(target: Instance) -> None:
+    alias = target.resume_alias
+    if not alias and not target.resume_routed:
+        alias = _free_alias(target)
+    _settle(target.vllm_hi_id, InstanceStatus.ACTIVE, InstanceType.A, routed=target.resume_routed, alias=alias)
+
+
+def _free_alias(target: Instance) -> str:
+    """Its id, unless another instance has taken that over with the requests of an earlier migration."""
+    taken = set(Instance.objects.exclude(vllm_hi_id=target.vllm_hi_id).values_list("alias", flat=True))
+    names = itertools.chain([target.vllm_hi_id], (f"{target.vllm_hi_id}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if name not in taken)
+
+
+def _settle(
+    vllm_hi_id: str, status: InstanceStatus, instance_type: InstanceType | None, *, routed: bool, alias: str = ""
+) -> None:
+    fields: dict[str, Any] = {"routed": routed, "alias": alias, "resume_routed": False, "resume_alias": ""}
     if instance_type is not None:
         fields["instance_type"] = instance_type
     row = Instance.objects.filter(vllm_hi_id=vllm_hi_id)
@@ -301,7 +354,7 @@ def _settle(vllm_hi_id: str, status: InstanceStatus, instance_type: InstanceType
 
 def _routed_facts(instance: Instance) -> tuple[object, ...]:
     """What the routing table says about an instance and a heartbeat may change."""
-    return instance.status, instance.routed, instance.control_port, instance.adapters
+    return instance.status, instance.routed, instance.alias, instance.control_port, instance.adapters
 
 
 def _take_role(instance: Instance, role: Literal["active", "standby"] | str) -> None:
@@ -310,6 +363,7 @@ def _take_role(instance: Instance, role: Literal["active", "standby"] | str) -> 
     instance.status = InstanceStatus.ACTIVE if active else InstanceStatus.STANDBY
     instance.resume_status = ""
     instance.routed = active
+    instance.alias = ""
 
 
 def _choose_id(proposed: str | None) -> str:

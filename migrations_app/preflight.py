@@ -12,6 +12,8 @@ from instances.client import InstanceClient, InstanceError
 from instances.models import Instance
 from migrations_app.choices import HandoverMode
 from migrations_app.prediction import Estimate, estimate_cost
+from migrations_app.selection import Selection
+from migrations_app.selection_checks import filter_check, selection_check
 from vllm_plugin.compatibility import Check, Level, compare
 
 __all__ = ["Check", "Preflight", "run_preflight"]
@@ -43,7 +45,9 @@ class Preflight:
         }
 
 
-def run_preflight(source: Instance, target: Instance, mode: str = HandoverMode.ROLLING) -> Preflight:
+def run_preflight(
+    source: Instance, target: Instance, mode: str = HandoverMode.ROLLING, selection: Selection | None = None
+) -> Preflight:
     """Asks both instances and compares. Changes nothing; an instance that does not answer is an error in the list."""
     checks: list[Check] = []
     statuses: list[dict[str, Any] | None] = []
@@ -74,6 +78,10 @@ def run_preflight(source: Instance, target: Instance, mode: str = HandoverMode.R
         return Preflight(checks)
     checks += [_support("source", left), _support("target", right)]
     checks += compare(left.get("factors") or {}, right.get("factors") or {})
+    if selection is not None:
+        checks += selection_check(requests, selection)
+        requests = [row for row in requests if selection.matches(row)]
+    checks += filter_check(left, requests)
     way, probe = _way(source, right, mode)
     estimate = estimate_cost(requests, left.get("kv") or {}, probe)
     checks += [way, _convergence(estimate), _capacity(estimate, right.get("kv") or {})]

@@ -91,6 +91,21 @@ class Probe(msgspec.Struct, forbid_unknown_fields=True):
     data_ports: Annotated[list[Port], msgspec.Meta(min_length=1, max_length=1024)]
 
 
+class Collect(Call):
+    """One round by hand. The first one opens the session with `peer`, as `receive` on the target names it."""
+
+    mode: Literal["full", "incremental"]
+    peer: Peer | None = None
+    request_ids: list[Name] | None = None
+    lease_s: Seconds = 120.0
+
+
+class Pause(Call):
+    """`deadline_s`: after that the requests go on by themselves."""
+
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 5.0
+
+
 class Lease(Call):
     lease_s: Seconds = 30.0
 
@@ -108,15 +123,15 @@ _CALLS: dict[str, type[msgspec.Struct]] = {
     "activate": Call,
     "convert_to_b": Call,
     "destroy": Call,
+    "collect": Collect,
+    "pause": Pause,
+    "resume": Call,
+    "receive": Call,
 }
 
 #: Calls of other releases of the protocol -> what to use.
 _NOT_YET = {
-    "collect": "Rounds are driven by POST /vllm_hi/migration/round.",
-    "pause": "Requests are handed over one by one by POST /vllm_hi/migration/handover.",
-    "resume": "A migration is undone by POST /vllm_hi/migration/abort.",
     "instantiate": "Start the standby with vllm serve --vllm-hi-type B.",
-    "receive": "Blocks arrive from worker to worker.",
 }
 
 
@@ -247,11 +262,21 @@ class MigrationEndpoints:
             except msgspec.MsgspecError as error:
                 raise _bad_field(error) from error
             answer = await self._engine(operation, payload)
+            if operation == "receive":
+                answer["peer"] |= self._address()
             # After the answer is on its way, so that the caller hears it.
             ending = BackgroundTask(end_server) if operation == "destroy" else None
             return JSONResponse(answer, background=ending)
 
         return call
+
+    def _address(self) -> dict[str, Any]:
+        """What a source has to know of this instance beside its control port."""
+        facts = self.registration.facts if self.registration else None
+        return {
+            "vllm_hi_id": (self.registration.vllm_hi_id if self.registration else None) or "by-hand",
+            "base_url": f"http://{facts.ip}:{facts.port}" if facts else None,
+        }
 
     def _not_yet(self, operation: str, remedy: str) -> Handler:
         async def refuse(request: Request) -> JSONResponse:

@@ -30,13 +30,14 @@ def _adapters() -> serializers.ListField:
 
 class InstanceSerializer(serializers.ModelSerializer[Instance]):
     base_url = serializers.CharField(read_only=True)
+    alias_name = serializers.CharField(read_only=True)
     is_alive = serializers.BooleanField(read_only=True)
     is_busy = serializers.BooleanField(read_only=True)
 
     class Meta:
         model = Instance
         fields = [
-            "vllm_hi_id", "ip", "port", "base_url", "instance_type", "status", "routed", "is_alive", "is_busy",
+            "vllm_hi_id", "ip", "port", "base_url", "instance_type", "status", "routed", "alias_name", "is_alive", "is_busy",
             "served_model_name", "inference_params", "topology", "data_port", "control_port", "protocol_version",
             "plugin_version", "factors", "capabilities", "kv", "requests", "adapters", "registered_at",
             "last_heartbeat_at",

@@ -9,6 +9,7 @@ from rest_framework import serializers
 from migrations_app import selectors
 from migrations_app.choices import HandoverMode, MigrationType
 from migrations_app.models import MigrationEvent, MigrationJob, MigrationRequest, MigrationRound
+from migrations_app.selection import Selection
 
 __all__ = [
     "CreateMigrationSerializer",
@@ -19,6 +20,7 @@ __all__ = [
     "RequestSerializer",
     "RoundSerializer",
     "SeedMigrateSerializer",
+    "SelectionSerializer",
 ]
 
 
@@ -40,7 +42,7 @@ class JobSerializer(serializers.ModelSerializer[MigrationJob]):
     class Meta:
         model = MigrationJob
         fields = [
-            "id", "source", "target", "migration_type", "mode", "tn", "max_increment_rounds", "stall_rounds", "state",
+            "id", "source", "target", "migration_type", "mode", "selection", "tn", "max_increment_rounds", "stall_rounds", "state",
             "state_label", "state_tone", "is_terminal", "abort_requested", "attempt", "last_seq", "created_by",
             "created_at", "started_at", "finished_at", "duration_s", "error_code", "error", "total_requests",
             "moved_requests", "bytes_total", "round_count", "gaps", "new_active_instance", "preflight",
@@ -90,10 +92,40 @@ class RequestSerializer(serializers.ModelSerializer[MigrationRequest]):
         ]  # fmt: skip
 
 
+class SelectionSerializer(serializers.Serializer[Any]):
+    """Which requests move; all conditions must hold. Only with `keep_source_active`."""
+
+    request_ids = serializers.ListField(
+        child=serializers.CharField(max_length=255), min_length=1, max_length=1000, required=False, allow_null=True
+    )
+    min_tokens = serializers.IntegerField(min_value=0, required=False, allow_null=True)
+    max_tokens = serializers.IntegerField(min_value=0, required=False, allow_null=True)
+    min_age_s = serializers.FloatField(min_value=0, required=False, allow_null=True)
+    max_age_s = serializers.FloatField(min_value=0, required=False, allow_null=True)
+    min_kv_blocks = serializers.IntegerField(min_value=0, required=False, allow_null=True)
+    max_kv_blocks = serializers.IntegerField(min_value=0, required=False, allow_null=True)
+    model = serializers.CharField(max_length=255, required=False, allow_null=True)
+    api_key = serializers.CharField(max_length=255, required=False, allow_null=True)
+
+    def to_internal_value(self, data: Any) -> Any:
+        # A condition with a wrong name would let every request through.
+        unknown = sorted(set(data) - set(self.fields)) if isinstance(data, dict) else []
+        if unknown:
+            known = ", ".join(self.fields)
+            raise serializers.ValidationError({unknown[0]: f"There is no such condition; there are {known}."})
+        return super().to_internal_value(data)
+
+    def validate(self, attrs: Any) -> Any:
+        if (problem := Selection.of(attrs).problem()) is not None:
+            raise serializers.ValidationError({problem[0]: problem[1]})
+        return attrs
+
+
 class MigrationPairSerializer(serializers.Serializer[Any]):
     source = serializers.CharField(max_length=64)  # type: ignore[assignment]
     target = serializers.CharField(max_length=64)
     mode = serializers.ChoiceField(choices=HandoverMode.choices, default=HandoverMode.ROLLING)
+    selection = SelectionSerializer(required=False, allow_null=True)
 
 
 class CreateMigrationSerializer(MigrationPairSerializer):
@@ -113,6 +145,7 @@ class SeedMigrateSerializer(serializers.Serializer[Any]):
     migration_type = serializers.ChoiceField(choices=MigrationType.choices, default=MigrationType.DESTROY_SOURCE)
     mode = serializers.ChoiceField(choices=HandoverMode.choices, default=HandoverMode.ROLLING)
     tn = serializers.IntegerField(min_value=1, max_value=100, default=2)
+    selection = SelectionSerializer(required=False, allow_null=True)
 
 
 class CheckSerializer(serializers.Serializer[Any]):
