@@ -33,6 +33,8 @@ class Instance(models.Model):
     alias = models.CharField(max_length=80, blank=True, default="")
     resume_routed = models.BooleanField(default=False)
     resume_alias = models.CharField(max_length=80, blank=True, default="")
+    #: When the panel has last said what the instance is; what it was told itself after that counts more.
+    role_given_at = models.DateTimeField(null=True, blank=True)
 
     served_model_name = models.CharField(max_length=255)
     inference_params = models.JSONField(default=dict, blank=True)

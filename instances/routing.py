@@ -46,12 +46,12 @@ return 1
 
 
 def build_table(version: int) -> dict[str, Any]:
-    """Returns `{version, models: {name: {max_model_len, active: [id], parent, served_as}}, instances: {id: {...}}}`.
+    """Returns `{version, models: {name: {max_model_len, active: [id], parent}}, instances: {id: {base_url, ...}}}`.
 
     An adapter is a model of its own: requests for it go where it is loaded; `parent` is the model that it belongs to.
     A model without an instance that can serve it stays in the table with an empty `active` as long as one is known:
     "nobody can serve it now" is another answer than "unknown model". An instance with an alias is reached by names of
-    its own, too; `served_as` is what it calls the model itself, null where that is the name.
+    its own, too; `served_as` is then what it calls the model itself.
     """
     models: dict[str, dict[str, Any]] = {}
     instances: dict[str, dict[str, Any]] = {}
@@ -60,7 +60,7 @@ def build_table(version: int) -> dict[str, Any]:
         serving = instance.routed and instance.status in _SERVING
         base = instance.served_model_name
         for name, parent in [(base, None), *((name, base) for name in instance.adapters if name != base)]:
-            model = models.setdefault(name, {"max_model_len": None, "active": [], "parent": parent, "served_as": None})
+            model = models.setdefault(name, {"max_model_len": None, "active": [], "parent": parent})
             if model["max_model_len"] is None:
                 model["max_model_len"] = instance.inference_params.get("max_model_len")
             if serving:

@@ -63,6 +63,7 @@ class Heartbeat(TypedDict):
 
     vllm_hi_id: str
     role: NotRequired[str]
+    role_held_s: NotRequired[float]
     kv: NotRequired[dict[str, Any]]
     requests: NotRequired[dict[str, Any]]
     factors: NotRequired[dict[str, Any]]
@@ -161,10 +162,13 @@ def heartbeat(beat: Heartbeat) -> bool:
             if not instance.is_busy:
                 _take_role(instance, role)
             instance.role_confirmed = True
+        elif role in ("active", "standby") and _changed_by_hand(instance, role, beat.get("role_held_s")):
+            logger.info("Instance %s was made %s by hand", instance.vllm_hi_id, role)
+            _take_role(instance, role)
         instance.save(
             update_fields=[
                 "last_heartbeat_at", "kv", "requests", "factors", "adapters", "control_port", "status",
-                "instance_type", "routed", "alias", "role_confirmed",
+                "instance_type", "routed", "alias", "role_given_at", "role_confirmed",
             ]
         )  # fmt: skip
         if before != _routed_facts(instance):
@@ -341,6 +345,7 @@ def _settle(
     vllm_hi_id: str, status: InstanceStatus, instance_type: InstanceType | None, *, routed: bool, alias: str = ""
 ) -> None:
     fields: dict[str, Any] = {"routed": routed, "alias": alias, "resume_routed": False, "resume_alias": ""}
+    fields["role_given_at"] = timezone.now()
     if instance_type is not None:
         fields["instance_type"] = instance_type
     row = Instance.objects.filter(vllm_hi_id=vllm_hi_id)
@@ -357,6 +362,15 @@ def _routed_facts(instance: Instance) -> tuple[object, ...]:
     return instance.status, instance.routed, instance.alias, instance.control_port, instance.adapters
 
 
+def _changed_by_hand(instance: Instance, role: str, held_s: float | None) -> bool:
+    """Whether somebody has called `activate` or `convert_to_b` since the panel last gave a role. Durations only: the
+    clocks of two hosts differ."""
+    settled = instance.status in (InstanceStatus.ACTIVE, InstanceStatus.STANDBY)
+    if not settled or instance.status == role or held_s is None or instance.role_given_at is None:
+        return False
+    return timezone.now() - timedelta(seconds=held_s) > instance.role_given_at
+
+
 def _take_role(instance: Instance, role: Literal["active", "standby"] | str) -> None:
     active = role == "active"
     instance.instance_type = InstanceType.A if active else InstanceType.B
@@ -364,6 +378,7 @@ def _take_role(instance: Instance, role: Literal["active", "standby"] | str) -> 
     instance.resume_status = ""
     instance.routed = active
     instance.alias = ""
+    instance.role_given_at = timezone.now()
 
 
 def _choose_id(proposed: str | None) -> str:

@@ -26,7 +26,6 @@ from instances.client import InstanceClient, InstanceError
 from instances.routing import wait_for_acks
 from instances.services import route_new_requests
 from migrations_app import finishing, journal
-from migrations_app.chosen import Chosen
 from migrations_app.choices import (
     PRECOPY_MODES,
     EventKind,
@@ -36,6 +35,7 @@ from migrations_app.choices import (
     RoundKind,
     Step,
 )
+from migrations_app.chosen import Chosen
 from migrations_app.convergence import stop_reason
 from migrations_app.events import record
 from migrations_app.lease import LeaseKeeper

@@ -84,7 +84,7 @@ class MigrationEngine:
     def __init__(self, core: Any) -> None:
         self.core = core
         self.settings = PluginSettings.from_env()
-        self.role = "active" if self.settings.instance_type == "A" else "standby"
+        self.take_role("active" if self.settings.instance_type == "A" else "standby")
         self.faults = Faults()
         self.proxies: dict[str, Link] = {}
         self.source: SourceSession | None = None
@@ -129,6 +129,14 @@ class MigrationEngine:
     def scheduler(self) -> MigrationScheduler:
         scheduler: MigrationScheduler = self.core.scheduler
         return scheduler
+
+    def take_role(self, role: str) -> None:
+        """What the instance is from now on: active, standby or destroyed."""
+        self.role, self._role_since = role, time.monotonic()
+
+    @property
+    def role_held_s(self) -> float:
+        return round(time.monotonic() - self._role_since, 3)
 
     # -- the engine thread ---------------------------------------------------------------------------------------------
 

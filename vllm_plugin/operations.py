@@ -80,6 +80,7 @@ def _status(engine: MigrationEngine, payload: Payload) -> Payload:
     session = source or target
     return {
         "role": engine.role,
+        "role_held_s": engine.role_held_s,
         "migration": {"supported": not engine.unsupported, "missing_probes": engine.unsupported},
         "factors": engine.factors,
         "request_filter": engine.request_filter.name,
@@ -103,6 +104,7 @@ def _status(engine: MigrationEngine, payload: Payload) -> Payload:
         "transport": engine.workers.transport,
         "control_port": engine.control_port,
         "proxies": sorted(engine.proxies),
+        "paused_by": engine.pause.job,
         "session": None
         if session is None
         else {
@@ -148,7 +150,7 @@ def _lease(engine: MigrationEngine, payload: Payload) -> Payload:
 
 def _activate(engine: MigrationEngine, payload: Payload) -> Payload:
     engine.check_attempt(payload["job"], payload["attempt"])
-    engine.role = "active"
+    engine.take_role("active")
     return {"role": engine.role}
 
 
@@ -166,7 +168,7 @@ def _leave(engine: MigrationEngine, payload: Payload, role: str) -> Payload:
     left = len(engine.core.scheduler.requests)
     if left:
         raise MigrationError(409, "requests_in_flight", f"{left} requests still run here; wait until they have left.")
-    engine.role = role
+    engine.take_role(role)
     return {"role": engine.role}
 
 

@@ -37,10 +37,10 @@ class InstanceSerializer(serializers.ModelSerializer[Instance]):
     class Meta:
         model = Instance
         fields = [
-            "vllm_hi_id", "ip", "port", "base_url", "instance_type", "status", "routed", "alias_name", "is_alive", "is_busy",
-            "served_model_name", "inference_params", "topology", "data_port", "control_port", "protocol_version",
-            "plugin_version", "factors", "capabilities", "kv", "requests", "adapters", "registered_at",
-            "last_heartbeat_at",
+            "vllm_hi_id", "ip", "port", "base_url", "instance_type", "status", "routed", "alias_name", "is_alive",
+            "is_busy", "served_model_name", "inference_params", "topology", "data_port", "control_port",
+            "protocol_version", "plugin_version", "factors", "capabilities", "kv", "requests", "adapters",
+            "registered_at", "last_heartbeat_at",
         ]  # fmt: skip
 
 
@@ -93,6 +93,7 @@ class RegistrationSerializer(serializers.Serializer[Any]):
 class HeartbeatSerializer(serializers.Serializer[Any]):
     vllm_hi_id = serializers.CharField(max_length=64)
     role = serializers.CharField(max_length=16, required=False)
+    role_held_s = serializers.FloatField(min_value=0, required=False)
     kv = serializers.DictField(required=False)
     requests = serializers.DictField(required=False)
     factors = serializers.DictField(required=False)

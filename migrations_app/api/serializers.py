@@ -42,10 +42,11 @@ class JobSerializer(serializers.ModelSerializer[MigrationJob]):
     class Meta:
         model = MigrationJob
         fields = [
-            "id", "source", "target", "migration_type", "mode", "selection", "tn", "max_increment_rounds", "stall_rounds", "state",
-            "state_label", "state_tone", "is_terminal", "abort_requested", "attempt", "last_seq", "created_by",
-            "created_at", "started_at", "finished_at", "duration_s", "error_code", "error", "total_requests",
-            "moved_requests", "bytes_total", "round_count", "gaps", "new_active_instance", "preflight",
+            "id", "source", "target", "migration_type", "mode", "selection", "tn", "max_increment_rounds",
+            "stall_rounds", "state", "state_label", "state_tone", "is_terminal", "abort_requested", "attempt",
+            "last_seq", "created_by", "created_at", "started_at", "finished_at", "duration_s", "error_code", "error",
+            "total_requests", "moved_requests", "bytes_total", "round_count", "gaps", "new_active_instance",
+            "preflight",
         ]  # fmt: skip
         read_only_fields = fields
 

@@ -39,6 +39,19 @@ function estimateSentence(estimate) {
   return `About ${what}, ${count(estimate.blocks)} blocks, ${size(estimate.bytes)}, ${seconds(estimate.seconds)} in ${estimate.rounds} rounds.`;
 }
 
+/** The conditions that are filled in, as the API wants them; null where they do not count. */
+function selectionOf(form) {
+  if (form.elements.migration_type.value !== "keep_source_active") return null;
+  const selection = {};
+  for (const input of form.querySelectorAll("#selection input")) {
+    const value = input.value.trim();
+    if (!value) continue;
+    if (input.name === "request_ids") selection.request_ids = value.split(/[\s,]+/);
+    else selection[input.name] = input.type === "number" ? Number(value) : value;
+  }
+  return Object.keys(selection).length ? selection : null;
+}
+
 /** @param {HTMLFormElement} form the server's form, on its own page or in a dialog */
 export function enhanceMigrateForm(form) {
   const { target, mode } = form.elements;
@@ -69,6 +82,7 @@ export function enhanceMigrateForm(form) {
         source: form.dataset.source,
         target: target.value,
         mode: mode.value,
+        selection: selectionOf(form),
       });
       ({ level, estimate } = preflight);
       list = preflight.checks;
@@ -90,6 +104,21 @@ export function enhanceMigrateForm(form) {
 
   target.addEventListener("change", check);
   mode.addEventListener("change", check);
+  const conditions = form.querySelector("#selection");
+  const showConditions = () => {
+    conditions.hidden = form.elements.migration_type.value !== "keep_source_active";
+    // What nobody sees is not sent.
+    conditions.disabled = conditions.hidden;
+  };
+  showConditions();
+  for (const choice of form.elements.migration_type) {
+    choice.addEventListener("change", () => {
+      showConditions();
+      // Only what is selected counts, for the capacity of the target too.
+      if (target.value) check();
+    });
+  }
+  conditions.addEventListener("change", check);
   form.addEventListener("submit", () => {
     part("note").textContent = "Starting…";
     // After the browser has read the form: a disabled button would not send its value.
