@@ -101,7 +101,7 @@ def test_receive_is_refused_by_an_instance_that_is_busy(engine: Any, side: str):
 def test_collect_is_one_round_and_the_full_one_attaches(engine: Any, mode: str):
     answer = {
         "round": 3, "blocks": 7, "bytes": 7000, "hit_blocks": 1, "dirty_blocks": 2, "duration_s": 0.1,
-        "transport": "memory", "finished": ["r8"], "failed": [{"request_id": "r9", "code": "preempted", "message": "m"}],
+        "transport": "memory", "finished": ["r8"], "failed": [{"request_id": "r9", "code": "preempted"}],
     }  # fmt: skip
     attached = {"attached": [], "refused": [{"request_id": "r7", "code": "no_proxy", "message": "m"}], "finished": []}
     renewed: list[float] = []
