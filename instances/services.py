@@ -308,7 +308,9 @@ def hand_service_over(
     """
     with transaction.atomic():
         target = Instance.objects.get(vllm_hi_id=target_id)
-        _settle(target_id, InstanceStatus.ACTIVE, InstanceType.A, routed=target.routed, alias=target.alias)
+        # Where it serves beside another instance, new requests for the model go on going there.
+        routed = target.routed or not target.alias
+        _settle(target_id, InstanceStatus.ACTIVE, InstanceType.A, routed=routed, alias=target.alias)
         source_type = InstanceType.B if source_becomes == "standby" else None
         _settle(source_id, InstanceStatus(source_becomes), source_type, routed=False)
         publish_on_commit()

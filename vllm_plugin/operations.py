@@ -131,10 +131,12 @@ def _requests(engine: MigrationEngine, _payload: Payload) -> Payload:
 
 def _request_row(engine: MigrationEngine, request: Any, record: StreamRecord | None) -> Payload:
     row = request_row(engine, request, record)
-    why = engine.refusal(record)
+    why: tuple[str, str] | None
     if record is not None and request.request_id in engine.scheduler.book.ticket_of:
         row["status"] = "PARKED"
-        why = ("parked", "The request is parked here; it still runs on its source.")
+        why = "parked", "The request is parked here; it still runs on its source."
+    else:
+        why = engine.refusal(record)
     return {
         **row,
         "migratable": why is None,

@@ -24,6 +24,9 @@ __all__ = [
 ]
 
 
+_POLICY_ERRORS = {"invalid_choice": f'There is no policy "{{input}}"; use {", ".join(MigrationType.values)}.'}
+
+
 class JobSerializer(serializers.ModelSerializer[MigrationJob]):
     """A job with its derived numbers; `bytes_total` and `gap_*` are null-free only once something moved."""
 
@@ -130,7 +133,9 @@ class MigrationPairSerializer(serializers.Serializer[Any]):
 
 
 class CreateMigrationSerializer(MigrationPairSerializer):
-    migration_type = serializers.ChoiceField(choices=MigrationType.choices, default=MigrationType.PRESERVE_SOURCE)
+    migration_type = serializers.ChoiceField(
+        choices=MigrationType.choices, default=MigrationType.PRESERVE_SOURCE, error_messages=_POLICY_ERRORS
+    )
     tn = serializers.IntegerField(min_value=1, max_value=100, default=2)
 
 
@@ -143,7 +148,9 @@ class SeedMigrateSerializer(serializers.Serializer[Any]):
     target_pp = serializers.IntegerField(min_value=1, max_value=1024, required=False, allow_null=True)
     target_gpu_memory_utilization = serializers.FloatField(min_value=0, max_value=1, required=False, allow_null=True)
     target_model = serializers.CharField(max_length=255, required=False, allow_blank=True, allow_null=True)
-    migration_type = serializers.ChoiceField(choices=MigrationType.choices, default=MigrationType.DESTROY_SOURCE)
+    migration_type = serializers.ChoiceField(
+        choices=MigrationType.choices, default=MigrationType.DESTROY_SOURCE, error_messages=_POLICY_ERRORS
+    )
     mode = serializers.ChoiceField(choices=HandoverMode.choices, default=HandoverMode.ROLLING)
     tn = serializers.IntegerField(min_value=1, max_value=100, default=2)
     selection = SelectionSerializer(required=False, allow_null=True)

@@ -147,4 +147,6 @@ def test_a_wish_that_makes_no_sense_changes_nothing(
     answer = stack.post("/api/v1/migrations", {"source": source.id, "target": target.id, **fields})
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (status, code, param), answer.text
+    # The sentence says what to do instead.
+    assert any(word in error["message"] for word in ("use ", "there are ", "leave ")), error["message"]
     assert _statuses(stack, source, target) == [("active", True), ("standby", False)]
