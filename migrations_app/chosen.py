@@ -20,12 +20,12 @@ Rows = list[dict[str, Any]]
 
 
 class Chosen:
-    """The choice of one job. `everything`: the source is to be emptied."""
+    """The choice of one job. `everything`: the source is to be emptied. `selection`: what the operator has asked for."""
 
     def __init__(self, job: MigrationJob) -> None:
         self.everything = job.migration_type != MigrationType.KEEP_SOURCE_ACTIVE
         self._job = job
-        self._selection = Selection.of(job.selection)
+        self.selection = Selection.of(job.selection)
         self._ids: set[str] | None = None
         self._stay: dict[str, str] = {}
 
@@ -66,7 +66,7 @@ class Chosen:
         return MigrationStopped("requests_stayed", f"{stay} on {self._job.source_id} ({reason.rstrip('.')})")
 
     def _choose(self, rows: Rows) -> set[str]:
-        selected = [row for row in rows if self._selection.matches(row)]
+        selected = [row for row in rows if self.selection.matches(row)]
         filtered = [row for row in selected if (row.get("reason") or {}).get("code") == FILTERED]
         ids = {str(row["request_id"]) for row in selected if row not in filtered}
         journal.note_refused(self._job.id, [{**row, **row["reason"]} for row in filtered], RequestOutcome.FILTERED)
@@ -75,7 +75,7 @@ class Chosen:
             self._job.id,
             [
                 {"request_id": one, "code": "unknown_request", "message": gone}
-                for one in self._selection.unmatched_ids(rows)
+                for one in self.selection.unmatched_ids(rows)
             ],
             RequestOutcome.FINISHED,
         )
@@ -85,8 +85,8 @@ class Chosen:
             message=f"{len(ids)} of {len(rows)} requests are to move; new ones stay on {self._job.source_id}",
             data={"selected": len(ids), "filtered": len(filtered), "in_flight": len(rows)},
         )
-        if not ids and (rows or self._selection):
-            raise MigrationStopped("nothing_selected", _nothing(self._job, self._selection, rows, filtered))
+        if not ids and (rows or self.selection):
+            raise MigrationStopped("nothing_selected", _nothing(self._job, self.selection, rows, filtered))
         return ids
 
 

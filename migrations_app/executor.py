@@ -43,7 +43,6 @@ from migrations_app.models import MigrationJob
 from migrations_app.preflight import run_preflight
 from migrations_app.refusals import LASTING_REFUSALS, TRANSIENT_REASONS, Refused
 from migrations_app.rollback import MigrationStopped, blame, roll_back, silence
-from migrations_app.selection import Selection
 from migrations_app.state import advance
 
 __all__ = ["claim", "run"]
@@ -145,7 +144,7 @@ class Execution:
     def _validate(self) -> dict[str, Any]:
         """Pre-flight; returns the target's status."""
         self._step(Step.VALIDATE, "Compares both instances")
-        preflight = run_preflight(self.job.source, self.job.target, self.job.mode, Selection.of(self.job.selection))
+        preflight = run_preflight(self.job.source, self.job.target, self.job.mode, selection=self.chosen.selection)
         MigrationJob.objects.filter(id=self.job.id).update(preflight=preflight.as_dict())
         problem = preflight.first_error()
         if problem is not None:

@@ -46,7 +46,7 @@ class Preflight:
 
 
 def run_preflight(
-    source: Instance, target: Instance, mode: str = HandoverMode.ROLLING, selection: Selection | None = None
+    source: Instance, target: Instance, mode: str = HandoverMode.ROLLING, *, selection: Selection | None = None
 ) -> Preflight:
     """Asks both instances and compares. Changes nothing; an instance that does not answer is an error in the list."""
     checks: list[Check] = []

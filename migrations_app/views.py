@@ -146,7 +146,9 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
     mode = request.POST.get("mode", "")
     selection = form.selection() if form.is_bound and form.is_valid() else Selection()
     preflight = (
-        run_preflight(source, target, mode or HandoverMode.ROLLING, selection) if target and not refusal else None
+        run_preflight(source, target, mode or HandoverMode.ROLLING, selection=selection)
+        if target and not refusal
+        else None
     )
     context = {
         "source": source,

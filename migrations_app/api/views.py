@@ -93,7 +93,7 @@ class MigrationViewSet(mixins.ListModelMixin, mixins.RetrieveModelMixin, viewset
         except services.MigrationRefused as refusal:
             raise _api_error(refusal) from refusal
         selection = Selection.of(pair.validated_data.get("selection"))
-        return Response(run_preflight(source, target, pair.validated_data["mode"], selection).as_dict())
+        return Response(run_preflight(source, target, pair.validated_data["mode"], selection=selection).as_dict())
 
     @extend_schema(
         parameters=[OpenApiParameter("after", int, description="number of the last event you have")],
