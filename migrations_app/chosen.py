@@ -20,7 +20,12 @@ Rows = list[dict[str, Any]]
 
 
 class Chosen:
-    """The choice of one job. `everything`: the source is to be emptied. `selection`: what the operator has asked for."""
+    """The choice of one job.
+
+    Attributes:
+        everything: the source is to be emptied.
+        selection: what the operator has asked for.
+    """
 
     def __init__(self, job: MigrationJob) -> None:
         self.everything = job.migration_type != MigrationType.KEEP_SOURCE_ACTIVE
