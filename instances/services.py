@@ -212,20 +212,20 @@ def mark_silent_unreachable(now: datetime | None = None) -> list[str]:
 def reserve_for_migration(source_id: str, target_id: str) -> None:
     """Takes both instances for one migration: source becomes draining, target migrating. Call inside a transaction.
 
-    All statements are conditional: of two migrations that want the same instance, one gets it.
+    Both statements are conditional: of two migrations that want the same instance, one gets it.
 
     Raises:
         InstanceRefused: the caller's transaction must be rolled back.
     """
-    for vllm_hi_id, busy, param, other_id in (
-        (source_id, InstanceStatus.DRAINING, "source", target_id),
-        (target_id, InstanceStatus.MIGRATING, "target", source_id),
+    source, target = _locked(source_id, target_id)
+    refusal = refusal_to_migrate(source, "source") or refusal_to_migrate(target, "target", source)
+    if refusal is not None:
+        raise refusal
+    for instance, busy, param in (
+        (source, InstanceStatus.DRAINING, "source"),
+        (target, InstanceStatus.MIGRATING, "target"),
     ):
-        instance = Instance.objects.get(vllm_hi_id=vllm_hi_id)
-        other = Instance.objects.get(vllm_hi_id=other_id)
-        refusal = refusal_to_migrate(instance, "source" if param == "source" else "target", other)
-        if refusal is not None:
-            raise refusal
+        vllm_hi_id = instance.vllm_hi_id
         taken = Instance.objects.filter(vllm_hi_id=vllm_hi_id, status=instance.status).update(
             status=busy, resume_status=instance.status, resume_routed=F("routed"), resume_alias=F("alias")
         )
@@ -234,6 +234,13 @@ def reserve_for_migration(source_id: str, target_id: str) -> None:
             raise InstanceRefused(
                 "migration_in_progress", f"Instance {vllm_hi_id} is just being taken by another migration.", param
             )
+
+
+def _locked(source_id: str, target_id: str) -> tuple[Instance, Instance]:
+    """Both rows, locked in an order that is the same for everybody: two instances may migrate to each other."""
+    rows = Instance.objects.select_for_update().filter(vllm_hi_id__in=[source_id, target_id]).order_by("vllm_hi_id")
+    found = {instance.vllm_hi_id: instance for instance in rows}
+    return found[source_id], found[target_id]
 
 
 def refusal_to_migrate(
@@ -273,7 +280,7 @@ def route_new_requests(source_id: str, target_id: str) -> int:
     A standby that takes over takes the source's alias, too; an instance that serves already keeps its own names.
     """
     with transaction.atomic():
-        source, target = (Instance.objects.select_for_update().get(vllm_hi_id=one) for one in (source_id, target_id))
+        source, target = _locked(source_id, target_id)
         serves = target.routed or bool(target.alias)
         Instance.objects.filter(vllm_hi_id=target_id).update(
             routed=target.routed or source.routed, alias=target.alias if serves else source.alias
@@ -288,10 +295,9 @@ def restore_after_migration(source_id: str, target_id: str, *, target_serves: bo
     `target_serves`: requests have moved to it that belong to nobody else, so it is reachable beside the source.
     """
     with transaction.atomic():
-        source, target = (Instance.objects.get(vllm_hi_id=one) for one in (source_id, target_id))
-        _settle(
-            source_id, InstanceStatus.ACTIVE, InstanceType.A, routed=source.resume_routed, alias=source.resume_alias
-        )
+        source, target = _locked(source_id, target_id)
+        routed = source.resume_routed or not source.resume_alias
+        _settle(source_id, InstanceStatus.ACTIVE, InstanceType.A, routed=routed, alias=source.resume_alias)
         if target_serves or target.resume_routed or target.resume_alias:
             _set_beside(target)
         else:
@@ -307,7 +313,7 @@ def hand_service_over(
     "draining" is a source that still has requests which could not move; nothing new is routed to it.
     """
     with transaction.atomic():
-        target = Instance.objects.get(vllm_hi_id=target_id)
+        _, target = _locked(source_id, target_id)
         # Where it serves beside another instance, new requests for the model go on going there.
         routed = target.routed or not target.alias
         _settle(target_id, InstanceStatus.ACTIVE, InstanceType.A, routed=routed, alias=target.alias)

@@ -67,7 +67,8 @@ class Chosen:
         if not self._stay:
             return None
         reason = next((why for why in self._stay.values() if why), "they did not move when tried")
-        stay = "1 of the selected requests stays" if len(self._stay) == 1 else f"{len(self._stay)} of them stay"
+        count = len(self._stay)
+        stay = f"{count} of the selected requests {'stays' if count == 1 else 'stay'}"
         return MigrationStopped("requests_stayed", f"{stay} on {self._job.source_id} ({reason.rstrip('.')})")
 
     def _choose(self, rows: Rows) -> set[str]:
