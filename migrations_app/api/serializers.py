@@ -24,7 +24,9 @@ __all__ = [
 ]
 
 
-_POLICY_ERRORS = {"invalid_choice": f'There is no policy "{{input}}"; use {", ".join(MigrationType.values)}.'}
+_POLICY_ERRORS: dict[str, Any] = {
+    "invalid_choice": f'There is no policy "{{input}}"; use {", ".join(MigrationType.values)}.'
+}
 
 
 class JobSerializer(serializers.ModelSerializer[MigrationJob]):
