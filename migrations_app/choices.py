@@ -21,7 +21,7 @@ __all__ = [
 
 
 class MigrationType(models.TextChoices):
-    """What becomes of the source when the last request has left it."""
+    """What becomes of the source when the requests have left it that are to move."""
 
     DESTROY_SOURCE = "destroy_source", "Destroy the source"
     PRESERVE_SOURCE = "preserve_source", "Keep the source as warm standby"
@@ -89,6 +89,7 @@ class RequestOutcome(models.TextChoices):
     FINISHED = "finished", "Finished by itself"
     STAYED = "stayed", "Stayed"
     REFUSED = "refused", "Not movable"
+    FILTERED = "filtered", "Kept by the request filter"
 
 
 OUTCOME_TONES: dict[str, str] = {
@@ -97,6 +98,7 @@ OUTCOME_TONES: dict[str, str] = {
     RequestOutcome.FINISHED: "muted",
     RequestOutcome.STAYED: "warning",
     RequestOutcome.REFUSED: "warning",
+    RequestOutcome.FILTERED: "muted",
 }
 
 

@@ -35,6 +35,7 @@ from migrations_app.choices import (
     RoundKind,
     Step,
 )
+from migrations_app.chosen import Chosen
 from migrations_app.convergence import stop_reason
 from migrations_app.events import record
 from migrations_app.instantiation import bring_up
@@ -100,6 +101,7 @@ class Execution:
         self.handover_tries: dict[str, int] = {}
         self.refused: dict[str, Refused] = {}
         self.moved: set[str] = set()
+        self.chosen = Chosen(self.job)
 
     def run(self) -> None:
         """Never raises: every end of the job is a state of the job."""
@@ -125,10 +127,13 @@ class Execution:
 
     def _migrate(self) -> None:
         target_status = self._validate()
-        self._switch_route()
+        if self.chosen.everything:
+            self._switch_route()
         self._open_session(target_status)
-        stuck = self._move_everything()
+        stuck = self._move_everything() or self.chosen.stayed()
         self._check()
+        if stuck and not self.chosen.everything and not self.moved:
+            raise stuck
         self.keeper.session_open.clear()
         if stuck:
             finishing.complete_partly(self.job, self.attempt, self.owner, stuck)
@@ -142,7 +147,7 @@ class Execution:
         """Pre-flight; returns the target's status."""
         self._step(Step.VALIDATE, "Compares both instances")
         bring_up(self.job, self.attempt, self.target, self._check)
-        preflight = run_preflight(self.job.source, self.job.target, self.job.mode)
+        preflight = run_preflight(self.job.source, self.job.target, self.job.mode, selection=self.chosen.selection)
         MigrationJob.objects.filter(id=self.job.id).update(preflight=preflight.as_dict())
         problem = preflight.first_error()
         if problem is not None:
@@ -187,12 +192,14 @@ class Execution:
     # -- the requests --------------------------------------------------------------------------------------------------
 
     def _move_everything(self) -> MigrationStopped | None:
-        """Moves what can move until the source is empty. Returns why it is not, when the deadline for that is over."""
+        """Moves what can move until all that is to leave the source has. Returns why some has not when the deadline for
+        that is over."""
         state = MigrationState.ATTACHING
         stuck_since: float | None = None
         while True:
             self._check()
             rows: Rows = self._ask(self.source.requests, "its requests were being listed")
+            rows = self.chosen.still_to_go(rows, self._given_up, self.moved)
             movable = [row for row in rows if row.get("migratable") and self._may_try(str(row["request_id"]))]
             if movable:
                 if state == MigrationState.DRAINING:
@@ -212,6 +219,10 @@ class Execution:
             if time.monotonic() - stuck_since > settings.VLLM_HI_DRAIN_DEADLINE_S:
                 return self._stuck(waiting or rows)
             time.sleep(DRAIN_POLL_S)
+
+    def _given_up(self, request_id: str) -> bool:
+        refused = self.refused.get(request_id)
+        return self.handover_tries.get(request_id, 0) >= HANDOVER_TRIES or (refused is not None and refused.lasting)
 
     def _may_try(self, request_id: str) -> bool:
         if request_id in self.moved or self.handover_tries.get(request_id, 0) >= HANDOVER_TRIES:

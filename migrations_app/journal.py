@@ -141,7 +141,8 @@ def _store(job_id: uuid.UUID, request_id: str, **fields: Any) -> MigrationReques
 
 
 def _count(job_id: uuid.UUID) -> None:
-    rows = MigrationRequest.objects.filter(job_id=job_id)
+    # What the source's filter keeps was never to move.
+    rows = MigrationRequest.objects.filter(job_id=job_id).exclude(outcome=RequestOutcome.FILTERED)
     moved = rows.filter(outcome=RequestOutcome.MOVED).count()
     MigrationJob.objects.filter(id=job_id).update(total_requests=rows.count(), moved_requests=moved)
     transaction.on_commit(lambda: publisher.job_progressed(job_id), robust=True)

@@ -57,6 +57,8 @@ class MigrationJob(models.Model):
     target_pp = models.PositiveSmallIntegerField(null=True, blank=True)
     target_gpu_memory_utilization = models.FloatField(null=True, blank=True)
     target_model = models.CharField(max_length=255, blank=True, default="")
+    #: Which requests move, as `selection.Selection.as_json` writes it; empty: all.
+    selection = models.JSONField(default=dict, blank=True)
 
     state = models.CharField(max_length=16, choices=MigrationState, default=MigrationState.PENDING)
     attempt = models.PositiveIntegerField(default=0)

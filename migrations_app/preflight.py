@@ -13,6 +13,8 @@ from instances.models import Instance
 from migrations_app.choices import HandoverMode
 from migrations_app.instantiation import engine_of
 from migrations_app.prediction import Estimate, estimate_cost
+from migrations_app.selection import Selection
+from migrations_app.selection_checks import filter_check, selection_check
 from migrations_app.wishes import Wishes, problem, shown
 from vllm_plugin.compatibility import Check, Level, compare
 
@@ -46,7 +48,12 @@ class Preflight:
 
 
 def run_preflight(
-    source: Instance, target: Instance, mode: str = HandoverMode.ROLLING, wishes: Wishes | None = None
+    source: Instance,
+    target: Instance,
+    mode: str = HandoverMode.ROLLING,
+    wishes: Wishes | None = None,
+    *,
+    selection: Selection | None = None,
 ) -> Preflight:
     """Asks both instances and compares. Changes nothing; an instance that does not answer is an error in the list."""
     checks: list[Check] = []
@@ -81,6 +88,10 @@ def run_preflight(
         checks += _without_engine(source, target, wishes or Wishes(), right)
         return Preflight(checks, estimate_cost(requests, left.get("kv") or {}))
     checks += compare(left.get("factors") or {}, right.get("factors") or {})
+    if selection is not None:
+        checks += selection_check(requests, selection)
+        requests = [row for row in requests if selection.matches(row)]
+    checks += filter_check(left, requests)
     way, probe = _way(source, right, mode)
     estimate = estimate_cost(requests, left.get("kv") or {}, probe)
     checks += [way, _convergence(estimate), _capacity(estimate, right.get("kv") or {})]

@@ -6,7 +6,11 @@ import math
 import time
 from dataclasses import dataclass
 
-__all__ = ["LASTING_REFUSALS", "TRANSIENT_REASONS", "Refused"]
+__all__ = ["FILTERED", "FILTER_FAILED", "LASTING_REFUSALS", "TRANSIENT_REASONS", "Refused"]
+
+#: Reasons of the source's own request filter: it keeps the request; it does not work.
+FILTERED = "filtered"
+FILTER_FAILED = "request_filter_failed"
 
 #: Reasons that pass by themselves: such a request is listed again a moment later.
 TRANSIENT_REASONS = frozenset(
@@ -39,6 +43,10 @@ class Refused:
 
     until: float = 0.0
     pause_s: float = ATTACH_RETRY_S[0]
+
+    @property
+    def lasting(self) -> bool:
+        return self.until == math.inf
 
     def again(self, code: str) -> None:
         self.until = math.inf if code in LASTING_REFUSALS else time.monotonic() + self.pause_s

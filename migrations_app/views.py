@@ -31,6 +31,7 @@ from migrations_app.forms import MigrateForm
 from migrations_app.history import job_lines
 from migrations_app.models import MigrationJob
 from migrations_app.preflight import run_preflight
+from migrations_app.selection import Selection
 
 __all__ = ["abort", "detail", "history", "migrate"]
 
@@ -89,7 +90,8 @@ def detail(request: HttpRequest, job_id: uuid.UUID) -> HttpResponse:
         "numbers": totals,
         "result": presentation.result(job, totals),
         "vocabulary": _vocabulary(),
-        "can_go_back": done and job.target.status == "active" and job.source.status == "standby",
+        "selection": Selection.of(job.selection).describe(),
+        "can_go_back": done and presentation.can_go_back(job),
         "can_try_again": job.is_terminal and not done and job.source.status == "active",
     }
     return render(request, "migrations_app/detail.html", context)
@@ -131,9 +133,11 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
                 target_tp=wish["target_tp"],
                 target_pp=wish["target_pp"],
                 target_gpu_memory_utilization=wish["target_gpu_memory_utilization"],
+                selection=form.selection(),
             )
         except services.MigrationRefused as error:
-            form.add_error(error.param if error.param in form.fields else None, error.message)
+            param = (error.param or "").removeprefix("selection.")
+            form.add_error(param if param in form.fields else None, error.message)
         else:
             return redirect("migrations:detail", job_id=job.pk)
 
@@ -144,7 +148,12 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
         chosen = valid[0].pk
     target = next((target for target in valid if target.pk == chosen), None)
     mode = request.POST.get("mode", "")
-    preflight = run_preflight(source, target, mode or HandoverMode.ROLLING) if target and not refusal else None
+    selection = form.selection() if form.is_bound and form.is_valid() else Selection()
+    preflight = (
+        run_preflight(source, target, mode or HandoverMode.ROLLING, selection=selection)
+        if target and not refusal
+        else None
+    )
     context = {
         "source": source,
         "targets": targets,

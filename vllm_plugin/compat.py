@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     FullAttentionSpec: Any
     KVCacheManager: Any
     LogprobsLists: Any
+    PauseState: Any
     PrefillStats: Any
     Request: Any
     RequestStatus: Any
@@ -65,6 +66,7 @@ _NAMES = {
     "FullAttentionSpec": "vllm.v1.kv_cache_interface:FullAttentionSpec",
     "KVCacheManager": "vllm.v1.core.kv_cache_manager:KVCacheManager",
     "LogprobsLists": "vllm.v1.outputs:LogprobsLists",
+    "PauseState": "vllm.v1.core.sched.interface:PauseState",
     "PrefillStats": "vllm.v1.metrics.stats:PrefillStats",
     "Request": "vllm.v1.request:Request",
     "RequestStatus": "vllm.v1.request:RequestStatus",
@@ -173,6 +175,7 @@ _PROBES: dict[str, Probe] = {
     "scheduler.schedule": _method("Scheduler", "schedule"),
     "scheduler.has_requests": _method("Scheduler", "has_requests"),
     "scheduler.get_request_counts": _method("Scheduler", "get_request_counts"),
+    "scheduler.set_pause_state": _method("Scheduler", "set_pause_state", "pause_state"),
     "scheduler.attributes": _assigns(
         "Scheduler",
         "requests",

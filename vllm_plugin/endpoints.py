@@ -79,6 +79,21 @@ class Probe(msgspec.Struct, forbid_unknown_fields=True):
     data_ports: Annotated[list[Port], msgspec.Meta(min_length=1, max_length=1024)]
 
 
+class Collect(Call):
+    """One round by hand. The first one opens the session with `peer`, as `receive` on the target names it."""
+
+    mode: Literal["full", "incremental"]
+    peer: Peer | None = None
+    request_ids: list[Name] | None = None
+    lease_s: Seconds = 120.0
+
+
+class Pause(Call):
+    """`deadline_s`: after that the requests go on by themselves."""
+
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 5.0
+
+
 class Lease(Call):
     lease_s: Seconds = 30.0
 
@@ -96,14 +111,10 @@ _CALLS: dict[str, type[msgspec.Struct]] = {
     "activate": Call,
     "convert_to_b": Call,
     "destroy": Call,
-}
-
-#: Calls of other releases of the protocol -> what to use.
-_NOT_YET = {
-    "collect": "Rounds are driven by POST /vllm_hi/migration/round.",
-    "pause": "Requests are handed over one by one by POST /vllm_hi/migration/handover.",
-    "resume": "A migration is undone by POST /vllm_hi/migration/abort.",
-    "receive": "Blocks arrive from worker to worker.",
+    "collect": Collect,
+    "pause": Pause,
+    "resume": Call,
+    "receive": Call,
 }
 
 
@@ -130,8 +141,6 @@ class MigrationEndpoints:
         for operation, body in _CALLS.items():
             self._route(router, "POST", f"/migration/{operation}", self._migration_call(operation, body))
         self._route(router, "POST", "/migration/instantiate", self._instantiate)
-        for operation, remedy in _NOT_YET.items():
-            self._route(router, "POST", f"/migration/{operation}", self._not_yet(operation, remedy))
         if self.settings.enable_faults:
             self._route(router, "POST", "/faults", self._faults)
         app.include_router(router)
@@ -239,6 +248,8 @@ class MigrationEndpoints:
             except msgspec.MsgspecError as error:
                 raise bad_field(error) from error
             answer = await self._engine(operation, payload)
+            if operation == "receive":
+                answer["peer"] |= self._address()
             # After the answer is on its way, so that the caller hears it.
             return JSONResponse(answer, background=self._afterwards(operation))
 
@@ -268,11 +279,13 @@ class MigrationEndpoints:
                 raise CallRefused(409, "engine_up", f"The engine is up with {name} {real}, not {wished}.", name)
         return JSONResponse({"engine": self._engine_state()})
 
-    def _not_yet(self, operation: str, remedy: str) -> Handler:
-        async def refuse(request: Request) -> JSONResponse:
-            raise CallRefused(501, "not_yet", f"This version has no call {operation!r} of its own. {remedy}")
-
-        return refuse
+    def _address(self) -> dict[str, Any]:
+        """What a source has to know of this instance beside its control port."""
+        facts = self.registration.facts if self.registration else None
+        return {
+            "vllm_hi_id": (self.registration.vllm_hi_id if self.registration else None) or "by-hand",
+            "base_url": f"http://{facts.ip}:{facts.port}" if facts else None,
+        }
 
     async def _engine(self, operation: str, payload: dict[str, Any]) -> dict[str, Any]:
         """Runs an operation of the plugin's half in the engine core and returns its answer.

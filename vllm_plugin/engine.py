@@ -21,12 +21,15 @@ from typing import Any, TypeVar
 
 from vllm_plugin import eligibility, facts
 from vllm_plugin.book import StreamRecord
+from vllm_plugin.by_hand import Pause
 from vllm_plugin.compat import ENGINE_PUMP, EngineCoreRequestType, RequestStatus
 from vllm_plugin.errors import MigrationError
 from vllm_plugin.faults import Faults
 from vllm_plugin.link import Link
 from vllm_plugin.messages import Answer, FirstStep, OpenSession, decode_peer
 from vllm_plugin.operations import answer
+from vllm_plugin.request_filter import FILTER_FAILED, RequestFilter
+from vllm_plugin.rows import request_row
 from vllm_plugin.scheduler import MigrationScheduler
 from vllm_plugin.settings import PluginSettings
 from vllm_plugin.source import SourceSession
@@ -82,7 +85,7 @@ class MigrationEngine:
     def __init__(self, core: Any) -> None:
         self.core = core
         self.settings = PluginSettings.from_env()
-        self.role = "active" if self.settings.instance_type == "A" else "standby"
+        self.take_role("active" if self.settings.instance_type == "A" else "standby")
         self.faults = Faults()
         self.proxies: dict[str, Link] = {}
         self.source: SourceSession | None = None
@@ -93,6 +96,8 @@ class MigrationEngine:
         # One operation of a session after the other; the engine thread never waits for them.
         self.sessions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-hi-session")
         self.aborts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-hi-abort")
+        self.request_filter = RequestFilter(self.settings.request_filter)
+        self.pause = Pause(self)
         self.unsupported = facts.unsupported(core)
         self.workers = Workers([], Layout(0, ()), self.settings.bind, self.settings.token)
         self.control_port = 0
@@ -144,6 +149,14 @@ class MigrationEngine:
         scheduler: MigrationScheduler = self.core.scheduler
         return scheduler
 
+    def take_role(self, role: str) -> None:
+        """What the instance is from now on: active, standby or destroyed."""
+        self.role, self._role_since = role, time.monotonic()
+
+    @property
+    def role_held_s(self) -> float:
+        return round(time.monotonic() - self._role_since, 3)
+
     # -- the engine thread ---------------------------------------------------------------------------------------------
 
     def on_engine(self, call: Callable[[], Result], queued: Callable[[], None] = lambda: None) -> Result:
@@ -183,7 +196,22 @@ class MigrationEngine:
     def refusal(self, record: StreamRecord | None) -> tuple[str, str] | None:
         """Why what runs here for a client's request cannot move now: (code, sentence). Engine thread only."""
         connected = record is not None and record.proxy in self.proxies
-        return eligibility.refusal(record, connected, self.adapters, self.workers.keep_generators)
+        why = eligibility.refusal(record, connected, self.adapters, self.workers.keep_generators)
+        return why or (self._filtered(record) if record is not None else None)
+
+    def _filtered(self, record: StreamRecord) -> tuple[str, str] | None:
+        if self.request_filter.name is None:
+            return None
+        first = next(iter(record.members.values())).request
+        return self.request_filter.refusal(record.request_id, request_row(self, first, record))
+
+    def filter_problem(self) -> str | None:
+        """Why the operator's request filter cannot be used, tried on all that runs here. Engine thread only."""
+        if self.request_filter.problem is not None:
+            return self.request_filter.problem
+        records = {id(record): record for record in self.scheduler.book.stream_of.values()}
+        found = (self._filtered(record) for record in records.values() if record.live)
+        return next((message for code, message in filter(None, found) if code == FILTER_FAILED), None)
 
     # -- what the scheduler reports ------------------------------------------------------------------------------------
 
@@ -294,6 +322,7 @@ class MigrationEngine:
     def source_closed(self, session: SourceSession) -> None:
         if self.source is session:
             self.source = None
+            self.later(lambda: self.pause.end(session.job))
 
     def target_closed(self, session: TargetSession) -> None:
         if self.target is session:
@@ -307,6 +336,7 @@ class MigrationEngine:
             time.sleep(WATCH_INTERVAL_S)
             now = time.monotonic()
             try:
+                self.pause.check(now)
                 if self.source is not None:
                     self.source.check_deadlines(now)
                 target = self.target

@@ -230,8 +230,11 @@ class Registration:
 
     async def _heartbeat(self, status: Status) -> None:
         fields = ("role", "kv", "requests", "control_port", "factors", "adapters", "engine")
-        beat = {name: status[name] for name in fields if name in status}
-        answer = await self._post("heartbeat", {"vllm_hi_id": self.vllm_hi_id, **beat})
+        payload = {"vllm_hi_id": self.vllm_hi_id, **{name: status[name] for name in fields if name in status}}
+        if "role_held_s" in status:
+            # An old status is sent again while the engine is busy; the role has been held for so much longer.
+            payload["role_held_s"] = status["role_held_s"] + asyncio.get_running_loop().time() - self._last_at
+        answer = await self._post("heartbeat", payload)
         self._known = answer.get("known", True) is not False
 
     async def _post(self, call: str, payload: dict[str, Any], timeout: float = PANEL_TIMEOUT_S) -> dict[str, Any]:

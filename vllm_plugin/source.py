@@ -82,6 +82,11 @@ class SourceSession:
             self._rounds[number] = rounds.run_round(self, number, slow_source)
         return self._rounds[number]
 
+    @property
+    def next_round(self) -> int:
+        """The number of a round that has not been run."""
+        return max(self._rounds, default=-1) + 1
+
     def handover(self, request_ids: list[str] | None, wave: int, mode: HandoverMode = "rolling") -> dict[str, Any]:
         """Moves attached requests in waves; each has its own short gap. Returns one result per request."""
         self.check()

@@ -74,6 +74,11 @@ class TargetSession:
         self._pinned: dict[str, set[str]] = {}
         self._accepted: set[str] = set()
 
+    @property
+    def accepted(self) -> int:
+        """How many requests have been committed here."""
+        return len(self._accepted)
+
     # -- messages of A -------------------------------------------------------------------------------------------------
 
     def handle(self, message: Any) -> None:

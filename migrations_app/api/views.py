@@ -28,6 +28,7 @@ from migrations_app.api.serializers import (
 from migrations_app.choices import MigrationState
 from migrations_app.models import MigrationJob
 from migrations_app.preflight import run_preflight
+from migrations_app.selection import Selection
 from migrations_app.wishes import Wishes
 
 __all__ = ["MigrationViewSet", "SeedMigrateView", "SeedMigrationStatusView"]
@@ -64,7 +65,8 @@ class MigrationViewSet(mixins.ListModelMixin, mixins.RetrieveModelMixin, viewset
 
     @extend_schema(request=CreateMigrationSerializer, responses={201: JobSerializer})
     def create(self, request: Request) -> Response:
-        """Starts a migration. 404 `unknown_instance`, 400 `same_instance`, 409 when one of them is not ready."""
+        """Starts a migration. 404 `unknown_instance`, 400 `same_instance`, 409 when one of them is not ready, 422
+        `selection_needs_keep_source_active`."""
         wish = CreateMigrationSerializer(data=request.data)
         wish.is_valid(raise_exception=True)
         try:
@@ -79,6 +81,7 @@ class MigrationViewSet(mixins.ListModelMixin, mixins.RetrieveModelMixin, viewset
                 target_pp=wish.validated_data.get("target_pp"),
                 target_gpu_memory_utilization=wish.validated_data.get("target_gpu_memory_utilization"),
                 target_model=wish.validated_data.get("target_model") or "",
+                selection=Selection.of(wish.validated_data.get("selection")),
             )
         except services.MigrationRefused as refusal:
             raise _api_error(refusal) from refusal
@@ -101,7 +104,8 @@ class MigrationViewSet(mixins.ListModelMixin, mixins.RetrieveModelMixin, viewset
             data.get("target_gpu_memory_utilization"),
             data.get("target_model") or "",
         )
-        return Response(run_preflight(source, target, data["mode"], wishes).as_dict())
+        selection = Selection.of(data.get("selection"))
+        return Response(run_preflight(source, target, data["mode"], wishes, selection=selection).as_dict())
 
     @extend_schema(
         parameters=[OpenApiParameter("after", int, description="number of the last event you have")],
@@ -162,6 +166,7 @@ class SeedMigrateView(APIView):
                 request.user,
                 mode=data["mode"],
                 tn=data["tn"],
+                selection=Selection.of(data.get("selection")),
                 target_tp=data.get("target_tp"),
                 target_pp=data.get("target_pp"),
                 target_gpu_memory_utilization=data.get("target_gpu_memory_utilization"),

@@ -46,6 +46,19 @@ function wishes(form) {
   return Object.fromEntries(given.map((name) => [name, Number(form.elements[name].value)]));
 }
 
+/** The conditions that are filled in, as the API wants them; null where they do not count. */
+function selectionOf(form) {
+  if (form.elements.migration_type.value !== "keep_source_active") return null;
+  const selection = {};
+  for (const input of form.querySelectorAll("#selection input")) {
+    const value = input.value.trim();
+    if (!value) continue;
+    if (input.name === "request_ids") selection.request_ids = value.split(/[\s,]+/);
+    else selection[input.name] = input.type === "number" ? Number(value) : value;
+  }
+  return Object.keys(selection).length ? selection : null;
+}
+
 /** @param {HTMLFormElement} form the server's form, on its own page or in a dialog */
 export function enhanceMigrateForm(form) {
   const { target, mode } = form.elements;
@@ -77,6 +90,7 @@ export function enhanceMigrateForm(form) {
         target: target.value,
         mode: mode.value,
         ...wishes(form),
+        selection: selectionOf(form),
       });
       ({ level, estimate } = preflight);
       list = preflight.checks;
@@ -99,6 +113,21 @@ export function enhanceMigrateForm(form) {
   target.addEventListener("change", check);
   mode.addEventListener("change", check);
   form.querySelector("#target-size")?.addEventListener("change", check);
+  const conditions = form.querySelector("#selection");
+  const showConditions = () => {
+    conditions.hidden = form.elements.migration_type.value !== "keep_source_active";
+    // What nobody sees is not sent.
+    conditions.disabled = conditions.hidden;
+  };
+  showConditions();
+  for (const choice of form.elements.migration_type) {
+    choice.addEventListener("change", () => {
+      showConditions();
+      // Only what is selected counts, for the capacity of the target too.
+      if (target.value) check();
+    });
+  }
+  conditions.addEventListener("change", check);
   form.addEventListener("submit", () => {
     part("note").textContent = "Starting…";
     // After the browser has read the form: a disabled button would not send its value.

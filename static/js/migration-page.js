@@ -121,7 +121,7 @@ function showNumbers() {
     tile(name, milliseconds(percentile(gaps, share)));
     tile(`${name}x`, multiples.length ? `${times(percentile(multiples, share))} inter-token time` : "");
   }
-  const parts = [["attached", "attached"], ["finished", "ended by themselves"], ["stayed", "stayed"], ["refused", "not movable"]]
+  const parts = [["attached", "attached"], ["finished", "ended by themselves"], ["stayed", "stayed"], ["refused", "not movable"], ["filtered", "kept by the filter"]]
     .map(([outcome, word]) => [rows.filter((row) => row.outcome === outcome).length, word])
     .filter(([howMany]) => howMany)
     .map(([howMany, word]) => `${howMany} ${word}`);

@@ -27,6 +27,7 @@ from benchmarks.live_migration import Migration, MigrationRun, Panel, migrate_un
 from benchmarks.streams import Answer, Request, mixed_requests, run_requests
 from controlplane.serving import Instance, InstanceOptions
 from controlplane.supervisor import ROOT, Stack, StackOptions
+from tests.engine.request_filters import RULE
 
 Result = TypeVar("Result")
 
@@ -178,6 +179,10 @@ class RunningStack:
         )
         return load
 
+    def begin(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Starts a coroutine on the stack's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def migrate(self, source: Instance, target: Instance, **fields: Any) -> str:
         """Starts a migration by the API and returns its id."""
         answer = self.post("/api/v1/migrations", {"source": source.id, "target": target.id, **fields})
@@ -225,6 +230,11 @@ class RunningStack:
         status: dict[str, Any] = self.instance_get(instance, "/vllm_hi/status")
         return status
 
+    def streams_on(self, instance: Instance) -> set[str]:
+        """Stream ids of what runs on an instance."""
+        rows = self.instance_get(instance, "/vllm_hi/requests")["requests"]
+        return {row["stream_id"] for row in rows if row["status"] != "PARKED"}
+
     def free_blocks(self, instance: Instance) -> int:
         return int(self.status(instance)["kv"]["free_blocks"])
 
@@ -256,6 +266,10 @@ def stack() -> Iterator[RunningStack]:
     state_dir = FOLDER / "engine"
     shutil.rmtree(state_dir, ignore_errors=True)
     state_dir.mkdir(parents=True)
+    # The instances find the tests' request filter, which lets everything move until a test says otherwise.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ["VLLM_HI_REQUEST_FILTER"] = "tests.engine.request_filters.Switchable"
+    os.environ[RULE] = str(state_dir / "request-filter.json")
     running = RunningStack(state_dir)
     try:
         running.start()

@@ -194,7 +194,7 @@ def test_even_if_its_status_was_lost(operator_api: APIClient) -> None:
         ({"source": "hi-a"}, 400, "invalid_request", "target"),
         (PAIR | {"migration_type": "explode"}, 400, "invalid_request", "migration_type"),
         (PAIR | {"mode": "magic"}, 400, "invalid_request", "mode"),
-        (PAIR | {"migration_type": "keep_source_active"}, 422, "unsupported_policy", "migration_type"),
+        (PAIR | {"selection": {"min_tokens": 1}}, 422, "selection_needs_keep_source_active", "selection"),
         (PAIR | {"tn": 0}, 400, "invalid_request", "tn"),
         (PAIR | {"tn": "many"}, 400, "invalid_request", "tn"),
         (["hi-a"], 400, "invalid_request", None),

@@ -128,6 +128,13 @@ async def test_join_token_opens_our_routes_and_nothing_else_when_vllm_has_an_api
         ("abort", JOB, JOB),
         ("activate", JOB, JOB),
         ("convert_to_b", JOB, JOB),
+        (
+            "collect",
+            JOB | {"mode": "full", "peer": PEER},
+            JOB | {"mode": "full", "peer": PEER, "request_ids": None, "lease_s": 120.0},
+        ),
+        ("pause", JOB, JOB | {"deadline_s": 5.0}),
+        ("resume", JOB, JOB),
     ],
 )
 async def test_calls_go_to_the_engine(
@@ -160,6 +167,11 @@ async def test_calls_go_to_the_engine(
         ("handover", JOB | {"mode": "magic"}, "mode"),
         ("probe", {"host": "10.0.0.2", "data_ports": []}, "data_ports"),
         ("lease", JOB | {"lease_s": 1e9}, "lease_s"),
+        ("collect", JOB | {"mode": "some"}, "mode"),
+        ("collect", JOB, "mode"),
+        ("pause", JOB | {"deadline_s": 0}, "deadline_s"),
+        ("pause", JOB | {"deadline_s": 61}, "deadline_s"),
+        ("receive", JOB | {"peer": PEER}, "peer"),
         ("finish", [], None),
     ],
 )
@@ -214,13 +226,6 @@ async def test_unsupported_vllm_answers_501_with_the_probe_and_still_has_a_statu
     assert engine_core.calls == []
 
 
-@pytest.mark.parametrize("operation", ["collect", "pause", "resume", "receive"])
-async def test_calls_of_later_releases_say_so(build: Build, operation: str):
-    client = await build()
-    answer = await client.post(f"/vllm_hi/migration/{operation}", json={})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_yet")
-
-
 async def test_an_engine_that_is_up_needs_not_be_brought_up(build: Build, engine_core: FakeEngineCore):
     client = await build()
     answer = await client.post("/vllm_hi/migration/instantiate", json=JOB | {"tensor_parallel_size": 1})
@@ -258,6 +263,16 @@ async def test_a_standby_that_stays_cold_is_told_to_put_its_engine_down(
     said = os.read(reading, 4096)
     os.close(reading)
     assert [event for event in (b"put_down", b"destroyed") if event in said] == told
+
+
+async def test_receive_says_how_to_reach_the_instance(build: Build, engine_core: FakeEngineCore):
+    engine_core.answers["receive"] = {"ok": {"peer": {"host": "127.0.0.1", "control_port": 9001}, "parked": []}}
+    client = await build()
+    peer = (await client.post("/vllm_hi/migration/receive", json=JOB)).json()["peer"]
+    assert peer.keys() == PEER.keys()
+    # What it answers is what `collect` on a source takes.
+    answer = await client.post("/vllm_hi/migration/collect", json=JOB | {"mode": "full", "peer": peer})
+    assert answer.status_code == 200, answer.text
 
 
 async def test_faults_exist_only_with_the_switch(
