@@ -38,9 +38,9 @@ class InstanceSerializer(serializers.ModelSerializer[Instance]):
     class Meta:
         model = Instance
         fields = [
-            "vllm_hi_id", "ip", "port", "base_url", "instance_type", "status", "state", "routed", "alias_name", "is_alive",
-            "is_busy", "served_model_name", "inference_params", "topology", "data_port", "control_port", "protocol_version",
-            "plugin_version", "factors", "capabilities", "kv", "requests", "adapters", "engine",
+            "vllm_hi_id", "ip", "port", "base_url", "instance_type", "status", "state", "routed", "alias_name",
+            "is_alive", "is_busy", "served_model_name", "inference_params", "topology", "data_port", "control_port",
+            "protocol_version", "plugin_version", "factors", "capabilities", "kv", "requests", "adapters", "engine",
             "registered_at", "last_heartbeat_at",
         ]  # fmt: skip
 
