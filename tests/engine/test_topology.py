@@ -58,7 +58,8 @@ def test_streams_in_flight_go_on_exactly_on_instances_of_other_sizes(sizes: Runn
 
 
 def test_what_a_target_of_another_size_refuses_goes_on_in_the_pipeline(sizes: Running) -> None:
-    """Frozen with steps in flight on two stages, refused, and back: nothing is lost and no block stays behind."""
+    """Frozen with steps in flight on two stages, refused, and back: nothing is lost and no block stays behind. The
+    requests end where they are, and only then does the target take over."""
     requests = mixed_requests(6, tokens=120, salt=950)
     references = sizes.wait(sizes.made.undisturbed(requests))
     passage = sizes.wait(sizes.made.walk(PIPELINE, ONE, requests, references, refuse_commit=True))
@@ -67,15 +68,6 @@ def test_what_a_target_of_another_size_refuses_goes_on_in_the_pipeline(sizes: Ru
     for verdict in passage.run.verdicts:
         assert verdict.exact, f"{verdict.name}: {verdict.differences}"
     assert passage.row["blocks_lost"] == [0, 0]
-
-
-def test_a_part_of_a_block_that_stays_behind_shows(sizes: Running) -> None:
-    """The comparison would notice: without the last block of each rank the answers are others."""
-    requests = mixed_requests(6, tokens=120, salt=960)
-    references = sizes.wait(sizes.made.undisturbed(requests))
-    passage = sizes.wait(sizes.made.walk(PIPELINE, ONE, requests, references, skip_tail=True))
-    assert {row["outcome"] for row in passage.run.migration.requests} == {"moved"}
-    assert any(not verdict.exact for verdict in passage.run.verdicts)
 
 
 def test_pre_flight_says_how_blocks_are_cut(sizes: Running) -> None:
@@ -87,3 +79,12 @@ def test_pre_flight_says_how_blocks_are_cut(sizes: Running) -> None:
     assert checks["tensor_parallel_size"]["level"] == "ok"
     assert checks["tensor_parallel_size"]["remedy"] == "Each block is cut by KV heads: 1 share becomes 2."
     assert checks["transport"]["level"] == "ok", checks["transport"]
+
+
+def test_a_part_of_a_block_that_stays_behind_shows(sizes: Running) -> None:
+    """The comparison would notice: without the last block of each rank the answers are others."""
+    requests = mixed_requests(6, tokens=120, salt=960)
+    references = sizes.wait(sizes.made.undisturbed(requests))
+    passage = sizes.wait(sizes.made.walk(ONE, PIPELINE, requests, references, skip_tail=True))
+    assert {row["outcome"] for row in passage.run.migration.requests} == {"moved"}
+    assert any(not verdict.exact for verdict in passage.run.verdicts)
