@@ -63,9 +63,9 @@ def test_the_dialog_compares_before_it_lets_start(operator: Page, pair: Pair, co
     expect(start).to_be_disabled()
 
     target.status["factors"]["dtype"] = "float32"
-    dialog.get_by_label("To").select_option("")
+    dialog.get_by_label("To", exact=True).select_option("")
     expect(start).to_be_disabled()
-    dialog.get_by_label("To").select_option("b-two")
+    dialog.get_by_label("To", exact=True).select_option("b-two")
     expect(dialog.get_by_text("Ready", exact=True)).to_be_visible()
     expect(start).to_be_enabled()
     assert not MigrationJob.objects.exists()
@@ -121,7 +121,7 @@ def test_a_migration_starts_without_a_script(operator: Page, context: BrowserCon
     page = plain.new_page()
     page.goto("/instances/a-one/")
     page.get_by_role("link", name="Migrate…").click()
-    page.get_by_label("To").select_option("b-two")
+    page.get_by_label("To", exact=True).select_option("b-two")
     page.get_by_label("Shut it down").check()
     page.get_by_role("button", name="Check").click()
     expect(page.get_by_text("Ready", exact=True)).to_be_visible()
