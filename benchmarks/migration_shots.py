@@ -24,6 +24,8 @@ __all__ = ["Cut", "Shot", "cuts_of", "shoot", "switch_times"]
 BLOCK_TOKENS = 128
 #: Times between tokens before and after one that tell what is usual there.
 AROUND = 8
+#: A token that takes so many times as long as usual is late.
+LATE = 1.25
 #: Tokens that the target's own streams get before anything moves.
 OWN_TOKENS = 8
 
@@ -33,7 +35,7 @@ class Cut:
     """One handover as its client saw it.
 
     Attributes:
-        gap_ms: from the source's last token to the target's first, and by how much the source's last came late.
+        gap_ms: time without a token before the target's first, or before the source's last if that came late.
         itl_ms: this client's median time between tokens, without the cuts; `after_ms`: that on the target alone.
         tokens: of the request at that moment, prompt included.
         stages: what the source measured, by name in ms.
@@ -242,9 +244,10 @@ def cuts_of(answer: Answer, rows: Sequence[dict[str, Any]]) -> list[Cut]:
             after = after[: min(later) - max(at) - 1]
         if at and len(after) > 5:
             before = [pause for index, (_, pause) in enumerate(spacing[: min(at)]) if index not in near][-AROUND:]
-            # Should the source's last token have come late, that belongs to the cut.
             usual = statistics.median(before or ordinary)
-            gap = sum(spacing[index][1] for index in at) - usual * (len(at) - 1)
+            # The source's last token belongs to the cut if it came late: by the target's replay.
+            pauses = [spacing[index][1] for index in at]
+            gap = max(pauses[-1:] + [pause for pause in pauses[:-1] if pause > LATE * usual])
             tokens = row["prompt_tokens"] + row["output_tokens"]
             cuts.append(
                 Cut(

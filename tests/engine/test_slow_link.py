@@ -14,8 +14,8 @@ from tests.engine.conftest import RunningStack
 
 #: A block takes a quarter of a second.
 BYTES_PER_S, RTT_S = 200e6 / 8, 0.02
-#: Two streams write more than that, in steps of less than a quarter of a second.
-TOO_SLOW_BYTES_PER_S = 6e6 / 8
+#: Two streams write more than that.
+TOO_SLOW_BYTES_PER_S = 12e6 / 8
 KINDS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 7}]
 
 
@@ -31,7 +31,7 @@ def test_over_a_slow_link_everything_moves_and_little_is_left_for_the_handover(s
 
 
 def test_a_source_that_writes_more_than_the_link_carries_is_slowed_down(stack: RunningStack) -> None:
-    requests = [sized_request(f"slowed-{index}", 60, 400, 8400 + index, KINDS[index]) for index in range(2)]
+    requests = [sized_request(f"slowed-{index}", 140, 500, 8400 + index, KINDS[index]) for index in range(2)]
     rounds, *_ = moved_over(stack, requests, TOO_SLOW_BYTES_PER_S, slow_source=True)
     assert all(row["pause_s"] > 0 for row in rounds), rounds
     # Faster than it is written: each round has less to copy than the one before, but for what a pause rounds up.
