@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from django import forms
 
-from migrations_app.choices import HandoverMode, MigrationType
+from migrations_app.choices import MAX_DRAIN_DEADLINE_S, HandoverMode, MigrationType
 
 __all__ = ["MigrateForm"]
 
@@ -22,6 +22,7 @@ class MigrateForm(forms.Form):
     )
     mode = forms.ChoiceField(choices=HandoverMode.choices, initial=HandoverMode.ROLLING, required=False)
     tn = forms.IntegerField(min_value=1, max_value=64)
+    drain_deadline_s = forms.FloatField(min_value=0, max_value=MAX_DRAIN_DEADLINE_S, required=False)
 
     def clean_mode(self) -> str:
         """Programs that know nothing of modes leave it out."""

@@ -12,7 +12,7 @@ from django.db import IntegrityError, transaction
 from instances.models import Instance
 from instances.selectors import find_instance
 from instances.services import InstanceRefused, refusal_to_migrate, reserve_for_migration, restore_after_migration
-from migrations_app.choices import EventKind, HandoverMode, MigrationState, MigrationType
+from migrations_app.choices import MAX_DRAIN_DEADLINE_S, EventKind, HandoverMode, MigrationState, MigrationType
 from migrations_app.events import record
 from migrations_app.models import MigrationJob
 from migrations_app.state import advance
@@ -49,12 +49,16 @@ def create_migration(
     *,
     mode: str = HandoverMode.ROLLING,
     tn: int = 2,
+    drain_deadline_s: float | None = None,
     target_tp: int | None = None,
     target_pp: int | None = None,
     target_gpu_memory_utilization: float | None = None,
     target_model: str = "",
 ) -> MigrationJob:
     """Creates a job, takes both instances for it and hands it to a worker after the commit.
+
+    Args:
+        drain_deadline_s: how long requests without room on the target wait for it; None: as the settings say.
 
     Raises:
         MigrationRefused: 404 `unknown_instance`, 400 `same_instance`, `invalid_request`, 409 `model_mismatch`,
@@ -63,6 +67,7 @@ def create_migration(
     """
     source, target = check_pair(source_id, target_id)
     _check_wishes(migration_type, mode, tn, target, target_tp, target_pp, target_model)
+    _check_deadline(drain_deadline_s)
     try:
         with transaction.atomic():
             reserve_for_migration(source_id, target_id)
@@ -81,6 +86,7 @@ def create_migration(
                 tn=tn,
                 max_increment_rounds=settings.VLLM_HI_MAX_INCR_ROUNDS,
                 stall_rounds=settings.VLLM_HI_INCR_STALL_ROUNDS,
+                drain_deadline_s=settings.VLLM_HI_DRAIN_DEADLINE_S if drain_deadline_s is None else drain_deadline_s,
                 target_tp=target_tp,
                 target_pp=target_pp,
                 target_gpu_memory_utilization=target_gpu_memory_utilization,
@@ -184,6 +190,16 @@ def _tell_pages(job: MigrationJob) -> None:
     from migrations_app import publisher
 
     publisher.job_changed(job.id)
+
+
+def _check_deadline(drain_deadline_s: float | None) -> None:
+    if drain_deadline_s is not None and not 0 <= drain_deadline_s <= MAX_DRAIN_DEADLINE_S:
+        raise MigrationRefused(
+            "invalid_request",
+            f"drain_deadline_s must be a number of seconds from 0 to {MAX_DRAIN_DEADLINE_S}.",
+            "drain_deadline_s",
+            400,
+        )
 
 
 def _check_wishes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from django.conf import settings
 from django.contrib import messages
 from django.contrib.auth.decorators import login_required
 from django.core.exceptions import PermissionDenied
@@ -24,6 +25,7 @@ from migrations_app.choices import (
     TERMINAL_STATES,
     HandoverMode,
     MigrationState,
+    MoveWay,
     RequestOutcome,
 )
 from migrations_app.forms import MigrateForm
@@ -51,6 +53,7 @@ def _vocabulary() -> dict[str, Any]:
         "outcomes": {
             outcome.value: {"label": str(outcome.label), "tone": OUTCOME_TONES[outcome]} for outcome in RequestOutcome
         },
+        "ways": {way.value: str(way.label) for way in MoveWay if way != MoveWay.BLOCKS},
         "rounds": {str(kind): label for kind, label in presentation.ROUND_LABELS.items()},
     }
 
@@ -121,7 +124,13 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
         wish = form.cleaned_data
         try:
             job = services.create_migration(
-                source.pk, wish["target"], wish["migration_type"], request.user, mode=wish["mode"], tn=wish["tn"]
+                source.pk,
+                wish["target"],
+                wish["migration_type"],
+                request.user,
+                mode=wish["mode"],
+                tn=wish["tn"],
+                drain_deadline_s=wish["drain_deadline_s"],
             )
         except services.MigrationRefused as error:
             form.add_error(error.param if error.param in form.fields else None, error.message)
@@ -135,7 +144,10 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
         chosen = valid[0].pk
     target = next((target for target in valid if target.pk == chosen), None)
     mode = request.POST.get("mode", "")
-    preflight = run_preflight(source, target, mode or HandoverMode.ROLLING) if target and not refusal else None
+    deadline = form.cleaned_data.get("drain_deadline_s") if form.is_bound and form.is_valid() else None
+    preflight = None
+    if target and not refusal:
+        preflight = run_preflight(source, target, mode or HandoverMode.ROLLING, deadline)
     context = {
         "source": source,
         "targets": targets,
@@ -145,6 +157,7 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
         "modes": HandoverMode.choices,
         "mode": mode,
         "tn": request.POST.get("tn", 2),
+        "drain_deadline_s": request.POST.get("drain_deadline_s", f"{settings.VLLM_HI_DRAIN_DEADLINE_S:g}"),
         "form": form,
         "refusal": refusal.message if refusal else "",
         "preflight": preflight,

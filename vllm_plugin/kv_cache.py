@@ -11,6 +11,7 @@ import torch
 
 from vllm_plugin.rdma import Nixl
 from vllm_plugin.side_stream import SideStream
+from vllm_plugin.staged_memory import StagedMemory
 from vllm_plugin.wire import ProtocolError
 
 __all__ = ["KVCache", "flat_bytes"]
@@ -45,6 +46,8 @@ class KVCache:
         # Flat uint8 arrays over the tensors' own memory: slicing one gives a buffer that sockets read and write
         # directly.
         self._flat = [flat_bytes(tensor) for tensor in self._tensors] if self.on_host else []
+        #: Blocks beside the cache, with ids of their own; only where the cache is in host memory.
+        self.staged = StagedMemory(self.num_blocks + 1, 0, self.bytes_per_layer)
 
     @cached_property
     def nixl(self) -> Nixl:
@@ -68,17 +71,37 @@ class KVCache:
         """Where block 0 of each layer lies in this process's memory."""
         return [tensor.data_ptr() for tensor in self._tensors]
 
+    def addresses_for(self, blocks: list[int]) -> list[int]:
+        """The same for these blocks: all in the cache, or all staged, as `check` makes sure."""
+        return self.staged.addresses if blocks and self.staged.has(blocks[0]) else self.addresses
+
+    def stage(self, count: int) -> int:
+        """Makes room for so many staged blocks; returns the id of the first."""
+        # There is a gap between the ids, so that blocks of the cache and staged ones are never neighbours.
+        self.staged = StagedMemory(self.num_blocks + 1, count if self.on_host else 0, self.bytes_per_layer)
+        return self.staged.first
+
+    def unstage(self, moves: list[tuple[int, int]]) -> None:
+        """Copies staged blocks into the cache: (staged id, block id)."""
+        for staged, block in moves:
+            for source, target in zip(self.buffers([staged]), self.buffers([block]), strict=True):
+                target[:] = source
+
     def check(self, blocks: list[int]) -> None:
         """Raises: ProtocolError `bad_block` when a block id lies outside the cache. Block 0 is vLLM's null block."""
+        if blocks and all(self.staged.has(block) for block in blocks):
+            return
         if any(not 0 < block < self.num_blocks for block in blocks):
             raise ProtocolError("bad_block", f"block ids must lie between 1 and {self.num_blocks - 1}")
 
     def buffers(self, blocks: list[int]) -> list[memoryview]:
         """Writable views in wire order; neighbouring blocks of a layer are one view. Host memory only."""
         views = []
-        for flat, size in zip(self._flat, self.bytes_per_layer, strict=True):
+        for layer, (flat, size) in enumerate(zip(self._flat, self.bytes_per_layer, strict=True)):
             for start, end in _runs(blocks):
-                views.append(memoryview(flat[start * size : end * size]))
+                staged = self.staged.has(start)
+                piece = self.staged.piece(layer, start, end) if staged else memoryview(flat[start * size : end * size])
+                views.append(piece)
         return views
 
     def touch(self) -> None:

@@ -259,7 +259,7 @@ class Receiver:
     def _read_blocks(self, write: Write, way: _Way, reader: Reader) -> None:
         sizes = self._cache.bytes_per_layer
         remote = memory.vectors(way.addresses, sizes, write.source_blocks)
-        local = memory.vectors(self._cache.addresses, sizes, write.blocks)
+        local = memory.vectors(self._cache.addresses_for(write.blocks), sizes, write.blocks)
         if not write.urgent or way.registers:
             pace = math.inf if write.urgent else way.bytes_per_s
             self._read_memory(reader, remote, local, pace, write.session)

@@ -74,6 +74,7 @@ class MigrationViewSet(mixins.ListModelMixin, mixins.RetrieveModelMixin, viewset
                 request.user,
                 mode=wish.validated_data["mode"],
                 tn=wish.validated_data["tn"],
+                drain_deadline_s=wish.validated_data.get("drain_deadline_s"),
             )
         except services.MigrationRefused as refusal:
             raise _api_error(refusal) from refusal
@@ -89,7 +90,8 @@ class MigrationViewSet(mixins.ListModelMixin, mixins.RetrieveModelMixin, viewset
             source, target = services.check_pair(pair.validated_data["source"], pair.validated_data["target"])
         except services.MigrationRefused as refusal:
             raise _api_error(refusal) from refusal
-        return Response(run_preflight(source, target, pair.validated_data["mode"]).as_dict())
+        wish = pair.validated_data
+        return Response(run_preflight(source, target, wish["mode"], wish.get("drain_deadline_s")).as_dict())
 
     @extend_schema(
         parameters=[OpenApiParameter("after", int, description="number of the last event you have")],
@@ -150,6 +152,7 @@ class SeedMigrateView(APIView):
                 request.user,
                 mode=data["mode"],
                 tn=data["tn"],
+                drain_deadline_s=data.get("drain_deadline_s"),
                 target_tp=data.get("target_tp"),
                 target_pp=data.get("target_pp"),
                 target_gpu_memory_utilization=data.get("target_gpu_memory_utilization"),

@@ -68,17 +68,20 @@ class RunningStack:
         model: served model name.
     """
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(
+        self, state_dir: Path, port: int, options: InstanceOptions, target: InstanceOptions | None = None
+    ) -> None:
         self.model = MODEL
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="stack", daemon=True)
         self._thread.start()
         options = StackOptions(
             state_dir=state_dir,
-            panel_port=FIRST_PORT + 2,
-            first_instance_port=FIRST_PORT,
-            first_data_port=FIRST_PORT + 1000,
-            instances=InstanceOptions(model=str(chat_model()), served_model_name=MODEL, faults=True),
+            panel_port=port + 2,
+            first_instance_port=port,
+            first_data_port=port + 1000,
+            instances=options,
+            instance_b=target,
             say=lambda line: sys.stderr.write(line + "\n"),
         )
         self.stack = Stack(options)
@@ -249,12 +252,13 @@ class RunningStack:
         self.wait(self.stack.restart_instance(instance.letter))
 
 
-@pytest.fixture(scope="session")
-def stack() -> Iterator[RunningStack]:
-    state_dir = FOLDER / "engine"
+@contextmanager
+def running_stack(name: str, port: int, *instances: InstanceOptions) -> Iterator[RunningStack]:
+    """Starts a product of its own in a folder of that name: one kind of instances for A and B, or one for each."""
+    state_dir = FOLDER / name
     shutil.rmtree(state_dir, ignore_errors=True)
     state_dir.mkdir(parents=True)
-    running = RunningStack(state_dir)
+    running = RunningStack(state_dir, port, *instances)
     try:
         running.start()
         # The first steps of an engine are slower than all later ones.
@@ -262,3 +266,10 @@ def stack() -> Iterator[RunningStack]:
         yield running
     finally:
         running.close()
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator[RunningStack]:
+    options = InstanceOptions(model=str(chat_model()), served_model_name=MODEL, faults=True)
+    with running_stack("engine", FIRST_PORT, options) as running:
+        yield running
