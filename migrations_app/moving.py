@@ -7,6 +7,7 @@ few times each; then the job ends and says what stayed and why.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -65,6 +66,7 @@ class Moving:
         self.late_tries: Counter[tuple[str, MoveWay]] = Counter()
         self.refused: dict[str, Refused] = {}
         self.moved: set[str] = set()
+        #: Those for which the target had no room when they were looked at.
         self.waiting: set[str] = set()
 
     def everything(self) -> MigrationStopped | None:
@@ -118,7 +120,7 @@ class Moving:
             if fitting:
                 return [dict(row) for row in fitting], MoveWay.BLOCKS
         for way in self._late_ways if late else ():
-            again = [row for row in movable if self._late_tries(row, way) < HANDOVER_TRIES]
+            again = [row for row in movable if self._lacks_room(row) and self._late_tries(row, way) < HANDOVER_TRIES]
             if again:
                 return [dict(row) for row in oldest_first(again)], way
         return [], MoveWay.BLOCKS
@@ -127,6 +129,11 @@ class Moving:
     def _late_ways(self) -> tuple[MoveWay, ...]:
         # Where the operator wants no KV to travel, or none can, none is staged either.
         return LATE_WAYS[1:] if self.job.mode == HandoverMode.RECOMPUTE else LATE_WAYS
+
+    def _lacks_room(self, row: dict[str, Any]) -> bool:
+        """Whether that is all that keeps it: what is refused for another reason would be refused in any way."""
+        refused = self.refused.get(str(row["request_id"]))
+        return str(row["request_id"]) in self.waiting and (refused is None or refused.until < math.inf)
 
     def _late_tries(self, row: dict[str, Any], way: MoveWay) -> int:
         return self.late_tries[str(row["request_id"]), way]
@@ -141,9 +148,13 @@ class Moving:
         """Decides when a request that the target or the proxy did not take is tried again."""
         request_id, code = str(row["request_id"]), str(row.get("code") or "")
         if self.way != MoveWay.BLOCKS:
-            if code in LASTING_REFUSALS or code == "target_out_of_staging":
+            if code == "target_out_of_staging":
                 self.late_tries[request_id, self.way] = HANDOVER_TRIES
+            elif code in LASTING_REFUSALS:
+                self.refused.setdefault(request_id, Refused()).again(code)
             return
+        if code in ROOM_REFUSALS:
+            self.waiting.add(request_id)
         if code in LASTING_REFUSALS or code in ROOM_REFUSALS:
             self.refused.setdefault(request_id, Refused()).again(code)
         if code not in ROOM_REFUSALS:
@@ -317,16 +328,14 @@ class Moving:
 
     def _stuck(self, rows: Rows) -> MigrationStopped:
         """Every request that is left gets a row with its reason; the sentence has the commonest ones."""
-        known = dict(self.job.request_rows.values_list("request_id", "message"))
+        known = dict(self.job.request_rows.exclude(message="").values_list("request_id", "message"))
         reasons: list[str] = []
         for row in rows:
-            reason = row.get("reason") or {}
-            message = str(reason.get("message") or known.get(str(row["request_id"])) or "")
-            if not message:
-                message = "It did not move when it was tried."
-                entry = {**row, "code": "not_moved", "message": message}
-                journal.note_refused(self.job.id, [entry], RequestOutcome.STAYED)
-            reasons.append(message)
+            reason = row.get("reason") or {"code": "not_moved", "message": "It did not move when it was tried."}
+            noted = known.get(str(row["request_id"]))
+            if noted is None:
+                journal.note_refused(self.job.id, [{**row, **reason}], RequestOutcome.STAYED)
+            reasons.append(str(noted or reason["message"]))
         common = "; ".join(text.rstrip(".") for text, _ in Counter(reasons).most_common(3))
         count = "1 request" if len(rows) == 1 else f"{len(rows)} requests"
         return MigrationStopped(

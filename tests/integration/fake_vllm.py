@@ -52,6 +52,8 @@ class FakeInstance:
         #: Size of its KV cache; what its requests hold is not free.
         self.total_blocks = 1000
         self.run_slots = 256
+        #: Host memory for requests that come before there is room.
+        self.staging_blocks = 0
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"fake": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -177,12 +179,16 @@ class FakeInstance:
         assert self.peer is not None
         results = []
         for request_id in body["request_ids"]:
-            row = self.requests.pop(request_id, None)
             self.attached.discard(request_id)
-            if row is None:
+            if request_id not in self.requests:
                 results.append({"request_id": request_id, "outcome": "finished"})
                 continue
-            queued = body["mode"] == "queued"
+            if body["mode"] == "staged" and not self._stage(request_id):
+                full = {"code": "target_out_of_staging", "message": "The target has no staging blocks free."}
+                results.append({"request_id": request_id, "outcome": "stayed", **full})
+                continue
+            row = self.requests.pop(request_id)
+            queued = body["mode"] in ("queued", "staged")
             # What waits in a queue holds no blocks.
             self.peer.requests[request_id] = row | {"kv_blocks": 0} if queued else row
             results.append(
@@ -199,9 +205,17 @@ class FakeInstance:
                     "itl_ms": 21.0,
                     "stages": {"freeze": 1.0},
                     "recomputed": body["mode"] in ("recompute", "queued"),
+                    "staged": body["mode"] == "staged",
                 }
             )
         return {"results": results}
+
+    def _stage(self, request_id: str) -> bool:
+        assert self.peer is not None
+        blocks = self.requests[request_id]["kv_blocks"]
+        fits: bool = self.peer.staging_blocks >= blocks
+        self.peer.staging_blocks -= blocks * fits
+        return fits
 
     def do_lease(self, body: Body) -> Body:
         return {"expires_in_s": body["lease_s"]}

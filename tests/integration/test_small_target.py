@@ -55,10 +55,28 @@ def test_past_the_deadline_the_rest_moves_by_its_tokens_and_that_is_written_down
     crowd(pair, 4, total_blocks=15)
     job = carry_out(pair.job(drain_deadline_s=0.3))
     assert (job.state, job.error, job.drain_deadline_s) == ("done", "", 0.3)
-    assert waves(pair) == [("rolling", ["r3", "r2"]), ("queued", ["r1", "r0"])]
+    assert waves(pair) == [("rolling", ["r3", "r2"]), ("staged", ["r1", "r0"]), ("queued", ["r1", "r0"])]
     assert ways(job) == {"r3": "blocks", "r2": "blocks", "r1": "recompute", "r0": "recompute"}
     assert job.request_rows.filter(message="", code="").count() == 4
     assert job.events.filter(message__startswith="Request r1 moved (KV computed again)").exists()
+
+
+def test_host_memory_is_taken_first_as_far_as_it_goes(pair: Pair) -> None:
+    crowd(pair, 3, total_blocks=8)
+    pair.b.staging_blocks = 5
+    pair.a.do_finish = lambda _: {"gaps": [{"request_id": "r1", "gap_ms": 9000.0, "itl_ms": 20.0}]}  # type: ignore[method-assign]
+    job = carry_out(pair.job(drain_deadline_s=0.2))
+    assert waves(pair) == [("rolling", ["r2"]), ("staged", ["r1", "r0"]), ("queued", ["r0"])]
+    assert (job.state, ways(job)) == ("done", {"r2": "blocks", "r1": "staged", "r0": "recompute"})
+    # Known only when the request went on.
+    assert job.request_rows.get(request_id="r1").gap_ms == 9000.0
+
+
+def test_a_job_that_moves_no_kv_stages_none(pair: Pair) -> None:
+    crowd(pair, 2, total_blocks=8)
+    pair.b.staging_blocks = 100
+    job = carry_out(pair.job(drain_deadline_s=0.2, mode="recompute"))
+    assert (job.state, waves(pair)) == ("done", [("recompute", ["r1"]), ("queued", ["r0"])])
 
 
 def test_what_cannot_be_computed_again_stays_and_the_job_ends_with_the_list(pair: Pair) -> None:
@@ -95,7 +113,7 @@ def test_a_target_that_never_takes_anything_ends_the_job_too(pair: Pair) -> None
     }
     job = carry_out(pair.job(drain_deadline_s=0))
     assert (job.state, outcomes(job)) == ("partial", {"r0": "stayed", "r1": "stayed"})
-    assert len(waves(pair)) == moving.HANDOVER_TRIES
+    assert len(waves(pair)) == len(moving.LATE_WAYS) * moving.HANDOVER_TRIES
     assert set(pair.a.requests) == {"r0", "r1"}
 
 
