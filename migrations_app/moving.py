@@ -68,6 +68,8 @@ class Moving:
         self.moved: set[str] = set()
         #: Those for which the target had no room when they were looked at.
         self.waiting: set[str] = set()
+        #: Those whose row says that they stayed.
+        self.behind: set[str] = set()
 
     def everything(self) -> MigrationStopped | None:
         """Moves what can move until the source is empty. Returns why it is not, when the deadline for that is over."""
@@ -78,6 +80,7 @@ class Moving:
             execution.check()
             rows: Rows = execution.ask(self.source.requests, "its requests were being listed")
             left = [row for row in rows if str(row["request_id"]) not in self.moved]
+            self._note_ended({str(row["request_id"]) for row in rows})
             late = stuck_since is not None and time.monotonic() - stuck_since > self.job.drain_deadline_s
             chosen, self.way = self._choose(left, late)
             if late:
@@ -147,6 +150,7 @@ class Moving:
     def _did_not_move(self, row: dict[str, Any]) -> None:
         """Decides when a request that the target or the proxy did not take is tried again."""
         request_id, code = str(row["request_id"]), str(row.get("code") or "")
+        self.behind.add(request_id)
         if self.way != MoveWay.BLOCKS:
             if code == "target_out_of_staging":
                 self.late_tries[request_id, self.way] = HANDOVER_TRIES
@@ -302,6 +306,7 @@ class Moving:
         if not new:
             return
         self.waiting |= {str(row["request_id"]) for row in new}
+        self.behind |= self.waiting
         reasons = [(row, *why_not(row, room)) for row in new]
         noted = [{**row, "code": code, "message": message} for row, code, message in reasons]
         journal.note_refused(self.job.id, noted, RequestOutcome.STAYED)
@@ -313,6 +318,13 @@ class Moving:
             f"({room.free} of its {room.total} blocks are free)",
             data={"waiting": [str(row["request_id"]) for row in new], "free_blocks": room.free},
         )
+
+    def _note_ended(self, listed: set[str]) -> None:
+        """What stayed and is gone from the source has ended there by itself."""
+        ended = self.behind - self.moved - listed
+        self.behind -= ended
+        if ended:
+            journal.note_refused(self.job.id, [{"request_id": one} for one in ended], RequestOutcome.FINISHED)
 
     def _note_unmovable(self, rows: Rows) -> None:
         """Writes down, once each, which requests hold the source up and why."""

@@ -8,19 +8,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["GROWTH_BLOCKS", "Room", "blocks_needed", "choose", "oldest_first", "sizes", "why_not"]
+__all__ = ["Room", "blocks_needed", "choose", "oldest_first", "sizes", "why_not"]
 
 Row = Mapping[str, Any]
 
-#: So many blocks are kept free for each choice of a request, or fewer where it ends before: what it will write soon.
+#: Free blocks that a target keeps for each request that runs: with fewer it drops what is parked, before it preempts.
 #: Blocks up to `max_tokens` would be safer, and leave most of the target empty: most requests end long before.
-GROWTH_BLOCKS = 2
+KEPT_FREE = 1
+#: A handover holds one block ahead, so that nothing is allocated while a request is frozen.
+HELD_AHEAD = 1
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a target can take. `blocks`: free ones that nothing on it needs soon. `slots`: requests that may still run,
-    infinite where it does not say. `free`, `total`: blocks as it reports them."""
+    """What a target can take. `blocks`: free ones that it need not keep for what runs there. `slots`: requests that may
+    still run, infinite where it does not say. `free`, `total`: blocks as it reports them."""
 
     blocks: int
     slots: float
@@ -37,8 +39,8 @@ class Room:
         taken = int(load.get("running") or 0) + int(load.get("waiting") or 0)
         slots = int(load["run_slots"]) - taken if load.get("run_slots") else math.inf
         # What waits there without blocks is younger than what comes.
-        reserve = sum(_growth(row, block_size) for row in requests if row.get("kv_blocks"))
-        return cls(max(0, free - reserve), max(0, slots), block_size, free, int(kv.get("total_blocks") or 0))
+        kept = KEPT_FREE * sum(_choices(row) for row in requests if row.get("kv_blocks"))
+        return cls(max(0, free - kept), max(0, slots), block_size, free, int(kv.get("total_blocks") or 0))
 
 
 def blocks_held(row: Row, block_size: int) -> int:
@@ -49,21 +51,18 @@ def blocks_held(row: Row, block_size: int) -> int:
 
 def blocks_at_most(row: Row, block_size: int) -> int:
     """Blocks that it has in the end if it generates all of its `max_tokens`."""
-    choices = int(row.get("choices") or 1)
+    choices = _choices(row)
     tokens = int(row.get("prompt_tokens") or 0) / choices + int(row.get("max_tokens") or 0)
     return max(blocks_held(row, block_size), choices * math.ceil(tokens / block_size))
 
 
 def blocks_needed(row: Row, block_size: int) -> int:
-    """What must be free for it: the handover holds one block ahead for each choice, and it goes on growing."""
-    return blocks_held(row, block_size) + max(int(row.get("choices") or 1), _growth(row, block_size))
+    """What must be free for it."""
+    return blocks_held(row, block_size) + (HELD_AHEAD + KEPT_FREE) * _choices(row)
 
 
-def _growth(row: Row, block_size: int) -> int:
-    most = GROWTH_BLOCKS * int(row.get("choices") or 1)
-    if not row.get("max_tokens"):
-        return most
-    return min(most, blocks_at_most(row, block_size) - blocks_held(row, block_size))
+def _choices(row: Row) -> int:
+    return int(row.get("choices") or 1)
 
 
 def oldest_first(rows: Iterable[Row]) -> list[Row]:
@@ -80,7 +79,7 @@ def choose(rows: Iterable[Row], room: Room) -> tuple[list[Row], list[Row]]:
     left: list[Row] = []
     blocks, slots = room.blocks, room.slots
     for row in oldest_first(rows):
-        needed, choices = blocks_needed(row, room.block_size), int(row.get("choices") or 1)
+        needed, choices = blocks_needed(row, room.block_size), _choices(row)
         if needed <= blocks and choices <= slots:
             chosen.append(row)
             blocks, slots = blocks - needed, slots - choices
@@ -91,13 +90,13 @@ def choose(rows: Iterable[Row], room: Room) -> tuple[list[Row], list[Row]]:
 
 def why_not(row: Row, room: Room) -> tuple[str, str]:
     """Code and sentence for one that waits."""
-    needed, choices = blocks_needed(row, room.block_size), int(row.get("choices") or 1)
-    if choices > room.slots:
+    needed = blocks_needed(row, room.block_size)
+    if _choices(row) > room.slots:
         return "target_out_of_run_slots", "It waits for a run slot on the target (max_num_seqs)."
     return (
         "target_out_of_blocks",
         f"It waits for room: it needs {needed} KV blocks with what it will write soon, and the target has "
-        f"{room.free} free, of which what runs there needs {room.free - room.blocks} soon.",
+        f"{room.free} free, of which it keeps {room.free - room.blocks} for what runs there.",
     )
 
 
