@@ -6,6 +6,7 @@ from django.db import models
 
 __all__ = [
     "LIVE_STATES",
+    "MAX_DRAIN_DEADLINE_S",
     "OUTCOME_TONES",
     "PRECOPY_MODES",
     "STATE_TONES",
@@ -14,10 +15,15 @@ __all__ = [
     "HandoverMode",
     "MigrationState",
     "MigrationType",
+    "MoveWay",
     "RequestOutcome",
     "RoundKind",
     "Step",
 ]
+
+
+#: A day: a job holds both instances as long as it waits.
+MAX_DRAIN_DEADLINE_S = 86400
 
 
 class MigrationType(models.TextChoices):
@@ -90,6 +96,14 @@ class RequestOutcome(models.TextChoices):
     STAYED = "stayed", "Stayed"
     REFUSED = "refused", "Not movable"
     FILTERED = "filtered", "Kept by the request filter"
+
+
+class MoveWay(models.TextChoices):
+    """How the KV of a request that moved came to the target."""
+
+    BLOCKS = "blocks", "KV blocks copied"
+    STAGED = "staged", "KV blocks kept in host memory until there was room"
+    RECOMPUTE = "recompute", "KV computed again"
 
 
 OUTCOME_TONES: dict[str, str] = {

@@ -14,6 +14,7 @@ from django.db import transaction
 from instances.client import InstanceClient, InstanceError
 from instances.models import Instance
 from instances.services import hand_service_over, serve_beside
+from migrations_app import journal
 from migrations_app.choices import EventKind, MigrationState, MigrationType, Step
 from migrations_app.events import record
 from migrations_app.models import MigrationEvent, MigrationJob
@@ -112,7 +113,7 @@ def _end_partly(job: MigrationJob, owner: str, stopped: MigrationStopped) -> boo
 
 def _close_session(source: InstanceClient, job: MigrationJob, attempt: int) -> None:
     try:
-        source.finish(str(job.id), attempt)
+        journal.note_gaps(job.id, source.finish(str(job.id), attempt).get("gaps") or [])
     except InstanceError as error:
         # Nothing hangs on it: the requests have moved, and the session ends with its lease.
         logger.warning("Migration %s: finish: %s", job.id, error.message)

@@ -7,7 +7,7 @@ from typing import Any
 
 from django import forms
 
-from migrations_app.choices import HandoverMode, MigrationType
+from migrations_app.choices import MAX_DRAIN_DEADLINE_S, HandoverMode, MigrationType
 from migrations_app.selection import Selection
 
 __all__ = ["MigrateForm"]
@@ -25,6 +25,7 @@ class MigrateForm(forms.Form):
     )
     mode = forms.ChoiceField(choices=HandoverMode.choices, initial=HandoverMode.ROLLING, required=False)
     tn = forms.IntegerField(min_value=1, max_value=64)
+    drain_deadline_s = forms.FloatField(min_value=0, max_value=MAX_DRAIN_DEADLINE_S, required=False)
     #: Of a target that has no engine yet.
     target_tp = forms.IntegerField(min_value=1, max_value=1024, required=False)
     target_pp = forms.IntegerField(min_value=1, max_value=1024, required=False)

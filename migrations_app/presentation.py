@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from instances.templatetags.formats import NO_VALUE, milliseconds, seconds, size, times
-from migrations_app.choices import LIVE_STATES, MigrationState, MigrationType, RequestOutcome, RoundKind
+from migrations_app.choices import LIVE_STATES, MigrationState, MigrationType, MoveWay, RequestOutcome, RoundKind
 from migrations_app.models import MigrationEvent, MigrationJob, MigrationRequest, MigrationRound
 from migrations_app.prediction import Estimate
 from migrations_app.preflight import Check
@@ -159,7 +159,7 @@ def request_lines(requests: Sequence[MigrationRequest], *, over: bool) -> list[d
             "outcome_word": "Not moved" if left_behind(row) else row.get_outcome_display(),
             "tone": "muted" if left_behind(row) else row.outcome_tone,
             "moved": row.outcome == RequestOutcome.MOVED,
-            "why": row.message or row.code,
+            "why": row.message or row.code or (row.get_way_display() if row.way not in ("", MoveWay.BLOCKS) else ""),
             "prompt_tokens": row.prompt_tokens,
             "output_tokens": row.output_tokens,
             "kv_blocks": row.kv_blocks,

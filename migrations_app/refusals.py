@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass
 
-__all__ = ["FILTERED", "FILTER_FAILED", "LASTING_REFUSALS", "TRANSIENT_REASONS", "Refused"]
+__all__ = ["FILTERED", "FILTER_FAILED", "LASTING_REFUSALS", "ROOM_REFUSALS", "TRANSIENT_REASONS", "Refused"]
 
 #: Reasons of the source's own request filter: it keeps the request; it does not work.
 FILTERED = "filtered"
@@ -14,7 +14,7 @@ FILTER_FAILED = "request_filter_failed"
 
 #: Reasons that pass by themselves: such a request is listed again a moment later.
 TRANSIENT_REASONS = frozenset(
-    {"already_moving", "grammar_not_ready", "incomplete", "preempted", "proxy_unreachable", "seeded_prefill"}
+    {"already_moving", "grammar_not_ready", "incomplete", "preempted", "proxy_unreachable", "seeded_prefill", "staged"}
 )
 #: Seconds after which a request that found no place on the target is tried again: doubled each time up to the second.
 ATTACH_RETRY_S = (0.5, 15.0)
@@ -33,8 +33,11 @@ LASTING_REFUSALS = frozenset(
         "prompt_logprobs",
         "seeded_recompute",
         "server_tools",
+        "target_too_small",
     }
 )
+#: The target has no room now: such a request is tried again as long as there is time, less and less often.
+ROOM_REFUSALS = frozenset({"target_out_of_adapter_slots", "target_out_of_blocks", "target_out_of_run_slots"})
 
 
 @dataclass

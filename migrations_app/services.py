@@ -14,7 +14,7 @@ from instances.life import needs_engine
 from instances.models import Instance
 from instances.selectors import find_instance
 from instances.services import InstanceRefused, refusal_to_migrate, reserve_for_migration, restore_after_migration
-from migrations_app.choices import EventKind, HandoverMode, MigrationState, MigrationType
+from migrations_app.choices import MAX_DRAIN_DEADLINE_S, EventKind, HandoverMode, MigrationState, MigrationType
 from migrations_app.events import record
 from migrations_app.models import MigrationJob
 from migrations_app.selection import Selection
@@ -53,6 +53,7 @@ def create_migration(
     *,
     mode: str = HandoverMode.ROLLING,
     tn: int = 2,
+    drain_deadline_s: float | None = None,
     target_tp: int | None = None,
     target_pp: int | None = None,
     target_gpu_memory_utilization: float | None = None,
@@ -60,6 +61,9 @@ def create_migration(
     selection: Selection | None = None,
 ) -> MigrationJob:
     """Creates a job, takes both instances for it and hands it to a worker after the commit.
+
+    Args:
+        drain_deadline_s: how long requests without room on the target wait for it; None: as the settings say.
 
     Raises:
         MigrationRefused: 404 `unknown_instance`, 400 `same_instance`, `invalid_request`, 409 `model_mismatch`,
@@ -76,6 +80,7 @@ def create_migration(
         raise MigrationRefused(wrong.code, wrong.message, wrong.param, status)
     selection = selection or Selection()
     _check_selection(source, migration_type, selection)
+    _check_deadline(drain_deadline_s)
     try:
         with transaction.atomic():
             reserve_for_migration(source_id, target_id)
@@ -94,6 +99,7 @@ def create_migration(
                 tn=tn,
                 max_increment_rounds=settings.VLLM_HI_MAX_INCR_ROUNDS,
                 stall_rounds=settings.VLLM_HI_INCR_STALL_ROUNDS,
+                drain_deadline_s=settings.VLLM_HI_DRAIN_DEADLINE_S if drain_deadline_s is None else drain_deadline_s,
                 target_tp=target_tp,
                 target_pp=target_pp,
                 target_gpu_memory_utilization=target_gpu_memory_utilization,
@@ -219,6 +225,16 @@ def _check_selection(source: Instance, migration_type: str, selection: Selection
             f"No request of {source.vllm_hi_id} came with an API key that the proxy knows; "
             "leave api_key out and select by something else.",
             "selection.api_key",
+            400,
+        )
+
+
+def _check_deadline(drain_deadline_s: float | None) -> None:
+    if drain_deadline_s is not None and not 0 <= drain_deadline_s <= MAX_DRAIN_DEADLINE_S:
+        raise MigrationRefused(
+            "invalid_request",
+            f"drain_deadline_s must be a number of seconds from 0 to {MAX_DRAIN_DEADLINE_S}.",
+            "drain_deadline_s",
             400,
         )
 

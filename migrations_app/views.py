@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from django.conf import settings
 from django.contrib import messages
 from django.contrib.auth.decorators import login_required
 from django.core.exceptions import PermissionDenied
@@ -25,6 +26,7 @@ from migrations_app.choices import (
     TERMINAL_STATES,
     HandoverMode,
     MigrationState,
+    MoveWay,
     RequestOutcome,
 )
 from migrations_app.forms import MigrateForm
@@ -53,6 +55,7 @@ def _vocabulary() -> dict[str, Any]:
         "outcomes": {
             outcome.value: {"label": str(outcome.label), "tone": OUTCOME_TONES[outcome]} for outcome in RequestOutcome
         },
+        "ways": {way.value: str(way.label) for way in MoveWay if way != MoveWay.BLOCKS},
         "rounds": {str(kind): label for kind, label in presentation.ROUND_LABELS.items()},
     }
 
@@ -134,6 +137,7 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
                 target_pp=wish["target_pp"],
                 target_gpu_memory_utilization=wish["target_gpu_memory_utilization"],
                 selection=form.selection(),
+                drain_deadline_s=wish["drain_deadline_s"],
             )
         except services.MigrationRefused as error:
             param = (error.param or "").removeprefix("selection.")
@@ -148,12 +152,14 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
         chosen = valid[0].pk
     target = next((target for target in valid if target.pk == chosen), None)
     mode = request.POST.get("mode", "")
-    selection = form.selection() if form.is_bound and form.is_valid() else Selection()
-    preflight = (
-        run_preflight(source, target, mode or HandoverMode.ROLLING, selection=selection)
-        if target and not refusal
-        else None
-    )
+    valid_form = form.is_bound and form.is_valid()
+    selection = form.selection() if valid_form else Selection()
+    deadline = form.cleaned_data.get("drain_deadline_s") if valid_form else None
+    preflight = None
+    if target and not refusal:
+        preflight = run_preflight(
+            source, target, mode or HandoverMode.ROLLING, selection=selection, drain_deadline_s=deadline
+        )
     context = {
         "source": source,
         "targets": targets,
@@ -164,6 +170,7 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
         "modes": HandoverMode.choices,
         "mode": mode,
         "tn": request.POST.get("tn", 2),
+        "drain_deadline_s": request.POST.get("drain_deadline_s", f"{settings.VLLM_HI_DRAIN_DEADLINE_S:g}"),
         "form": form,
         "refusal": refusal.message if refusal else "",
         "preflight": preflight,

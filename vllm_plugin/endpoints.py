@@ -69,7 +69,7 @@ class Round(Call):
 class Handover(Call):
     request_ids: list[Name] | None = None
     wave: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
-    mode: Literal["rolling", "stop_and_copy", "recompute"] = "rolling"
+    mode: Literal["rolling", "stop_and_copy", "recompute", "staged", "queued"] = "rolling"
 
 
 class Probe(msgspec.Struct, forbid_unknown_fields=True):

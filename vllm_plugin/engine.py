@@ -33,6 +33,7 @@ from vllm_plugin.rows import request_row
 from vllm_plugin.scheduler import MigrationScheduler
 from vllm_plugin.settings import PluginSettings
 from vllm_plugin.source import SourceSession
+from vllm_plugin.staging import Staging
 from vllm_plugin.states import RECOMPUTE_PATIENCE_S
 from vllm_plugin.target import TargetSession, open_session
 from vllm_plugin.topology import Layout, TopologyRefused, layout_of
@@ -121,6 +122,7 @@ class MigrationEngine:
             return
         self.workers = Workers(infos, layout, settings.bind, settings.token)
         self.factors = facts.factors(self.core, infos)
+        self._start_staging()
         listener = socket.create_server((settings.bind, settings.control_port))
         self.control_port = listener.getsockname()[1]
         self.name = f"{settings.bind}:{self.control_port}"
@@ -143,6 +145,14 @@ class MigrationEngine:
             logger.warning("migration is not available on this instance: %s", error.message)
             self.unsupported = ["known_kv_head_ranges"]
             return None
+
+    def _start_staging(self) -> None:
+        wanted = self.settings.staging_bytes // max(1, self.workers.block_bytes)
+        if not wanted or self.settings.transfer_backend == "rdma":
+            return
+        first, count = min(self.core.collective_rpc("vllm_hi_stage", args=(wanted,)), key=lambda one: one[1])
+        self.scheduler.staging = Staging(first, count)
+        logger.info("host memory for %d staged KV blocks", count)
 
     @property
     def scheduler(self) -> MigrationScheduler:
@@ -195,6 +205,8 @@ class MigrationEngine:
 
     def refusal(self, record: StreamRecord | None) -> tuple[str, str] | None:
         """Why what runs here for a client's request cannot move now: (code, sentence). Engine thread only."""
+        if record is not None and any(self.scheduler.staging.waits(one) for one in record.members):
+            return "staged", "Its KV blocks wait in host memory until there is room here; it can move after that."
         connected = record is not None and record.proxy in self.proxies
         why = eligibility.refusal(record, connected, self.adapters, self.workers.keep_generators)
         return why or (self._filtered(record) if record is not None else None)
@@ -223,6 +235,12 @@ class MigrationEngine:
             self.target.arrived(ticket, request)
 
     def producing(self, ticket: str, stream: str, tokens: int, committed_at: float) -> None:
+        self.queued(ticket, stream, tokens)
+        if self.target is not None:
+            self.target.link.send(FirstStep(ticket, (time.monotonic() - committed_at) * 1e3))
+
+    def queued(self, ticket: str, stream: str, tokens: int) -> None:
+        """The stream is this instance's: its proxy worker is told to switch."""
         worker, _, stream_id = stream.partition("/")
         message = Producing(stream_id, ticket, tokens)
         self._produced.append((time.monotonic(), worker, message))
@@ -231,8 +249,6 @@ class MigrationEngine:
             logger.warning("the proxy worker %s is gone; stream %s runs here and it cannot be told", worker, stream_id)
         else:
             self.faults.say("producing", link, message)
-        if self.target is not None:
-            self.target.link.send(FirstStep(ticket, (time.monotonic() - committed_at) * 1e3))
 
     def _tell_again(self, worker: str, link: Link) -> None:
         """A proxy worker is back: what it may have missed, and still waits for, is repeated."""
@@ -240,6 +256,9 @@ class MigrationEngine:
         for when, owner, message in list(self._produced):
             if owner == worker and when > oldest:
                 self.faults.say("producing", link, message)
+
+    def unstage(self, moves: list[tuple[int, int]], installs: list[dict[str, Any]]) -> None:
+        self.core.collective_rpc("vllm_hi_unstage", args=(moves, installs))
 
     def step_begins(self) -> None:
         if self.target is not None:

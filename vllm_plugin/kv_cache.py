@@ -12,6 +12,7 @@ import torch
 
 from vllm_plugin.rdma import Nixl
 from vllm_plugin.side_stream import SideStream
+from vllm_plugin.staged_memory import StagedMemory
 from vllm_plugin.topology import Place
 from vllm_plugin.wire import ProtocolError
 
@@ -54,6 +55,8 @@ class KVCache:
         self._flat = [flat_bytes(tensor) for tensor in self._tensors] if self.on_host else []
         self._offsets = [0] * len(self._tensors)
         self._whole: KVCache | None = None
+        #: Blocks beside the cache, with ids of their own; only where the cache is in host memory.
+        self.staged = StagedMemory(self.num_blocks + 1, 0, self.bytes_per_layer)
 
     def cut(self, places: Sequence[Place]) -> KVCache:
         """The same cache as far as these places of each block go, in their order; without places, all of it.
@@ -78,6 +81,7 @@ class KVCache:
         part._offsets = [self._offsets[layer] + offset for layer, offset, _ in places]
         part.bytes_per_layer = [size for _, _, size in places]
         part.block_bytes = sum(part.bytes_per_layer)
+        part.staged = self.staged.cut(places)
         for cached in ("rows", "_numbers", "nixl", "_beside"):
             part.__dict__.pop(cached, None)
         return part
@@ -121,8 +125,26 @@ class KVCache:
         """Where block 0 of each layer lies in this process's memory."""
         return [tensor.data_ptr() + offset for tensor, offset in zip(self._tensors, self._offsets, strict=True)]
 
+    def addresses_for(self, blocks: list[int]) -> list[int]:
+        """The same for these blocks: all in the cache, or all staged, as `check` makes sure."""
+        return self.staged.addresses if blocks and self.staged.has(blocks[0]) else self.addresses
+
+    def stage(self, count: int) -> int:
+        """Makes room for so many staged blocks; returns the id of the first."""
+        # There is a gap between the ids, so that blocks of the cache and staged ones are never neighbours.
+        self.staged = StagedMemory(self.num_blocks + 1, count if self.on_host else 0, self.bytes_per_layer)
+        return self.staged.first
+
+    def unstage(self, moves: list[tuple[int, int]]) -> None:
+        """Copies staged blocks into the cache: (staged id, block id)."""
+        for staged, block in moves:
+            for source, target in zip(self.buffers([staged]), self.buffers([block]), strict=True):
+                target[:] = source
+
     def check(self, blocks: list[int]) -> None:
         """Raises: ProtocolError `bad_block` when a block id lies outside the cache. Block 0 is vLLM's null block."""
+        if blocks and all(self.staged.has(block) for block in blocks):
+            return
         if any(not 0 < block < self.num_blocks for block in blocks):
             raise ProtocolError("bad_block", f"block ids must lie between 1 and {self.num_blocks - 1}")
 
@@ -130,14 +152,15 @@ class KVCache:
         """Writable views in wire order; neighbouring whole blocks of a layer are one view. Host memory only."""
         views = []
         runs = _runs(blocks)
-        for flat, stride, offset, size in zip(
-            self._flat, self.strides, self._offsets, self.bytes_per_layer, strict=True
+        for layer, (flat, stride, offset, size) in enumerate(
+            zip(self._flat, self.strides, self._offsets, self.bytes_per_layer, strict=True)
         ):
-            if size == stride:
-                views += [memoryview(flat[start * size : end * size]) for start, end in runs]
-            else:
-                places = [block * stride + offset for block in blocks]
-                views += [memoryview(flat[place : place + size]) for place in places]
+            for start, end in runs if size == stride else [(block, block + 1) for block in blocks]:
+                first = start * stride + offset
+                if self.staged.has(start):
+                    views.append(self.staged.piece(layer, start, end))
+                else:
+                    views.append(memoryview(flat[first : first + (end - start - 1) * stride + size]))
         return views
 
     def touch(self) -> None:

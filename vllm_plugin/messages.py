@@ -114,6 +114,7 @@ class GrowItem(msgspec.Struct):
         full_tokens: tokens in blocks that A will never write again.
         capacity_tokens: for how many tokens B must hold blocks; 0 while A has computed none.
         sent_tokens: tokens whose blocks are complete on B; others with the same prefix may share them.
+        staged: B holds host memory instead of blocks of its cache; the ids that it answers name slots there.
     """
 
     ticket: str
@@ -122,6 +123,7 @@ class GrowItem(msgspec.Struct):
     full_tokens: int
     capacity_tokens: int
     sent_tokens: int
+    staged: bool = False
 
 
 class Grow(msgspec.Struct, tag="grow"):
@@ -145,10 +147,12 @@ class Grown(msgspec.Struct, tag="grown"):
 
 
 class Prepare(msgspec.Struct, tag="prepare"):
-    """Asks B for a run slot per ticket; starts B's commit deadline."""
+    """Asks B for a run slot per ticket; starts B's commit deadline. `queue`: no run slot is asked for, B takes what is
+    committed into its queue and says `Producing` at once."""
 
     call: int
     tickets: list[str]
+    queue: bool = False
 
 
 class Refusals(msgspec.Struct, tag="refusals"):

@@ -16,6 +16,7 @@ from vllm_plugin import by_hand
 from vllm_plugin.errors import MigrationError
 from vllm_plugin.faults import Faults
 from vllm_plugin.handover import HandoverMode
+from vllm_plugin.queues import run_slots
 from vllm_plugin.request_filter import FILTER_FAILED
 from vllm_plugin.rows import request_row
 from vllm_plugin.source import SourceSession
@@ -75,6 +76,7 @@ def _status(engine: MigrationEngine, payload: Payload) -> Payload:
     scheduler = engine.core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     book = getattr(scheduler, "book", None)
+    staging = getattr(scheduler, "staging", None)
     running, waiting = scheduler.get_request_counts()
     source, target = engine.source, engine.target
     session = source or target
@@ -94,9 +96,15 @@ def _status(engine: MigrationEngine, payload: Payload) -> Payload:
         "requests": {
             "running": running,
             "waiting": waiting,
+            "run_slots": run_slots(scheduler),
             "parked": len(book.ticket_of) if book is not None else 0,
             "frozen": len(book.frozen) if book is not None else 0,
             "quarantined": len(book.quarantine) if book is not None else 0,
+            "staged": len(staging.waiting) if staging is not None else 0,
+        },
+        "staging": {
+            "total_blocks": staging.total if staging is not None else 0,
+            "free_blocks": staging.free if staging is not None else 0,
         },
         "data_port": engine.workers.infos[0]["data_port"] if engine.workers.infos else 0,
         "data_host": engine.settings.bind,
@@ -244,11 +252,16 @@ def _collect(engine: MigrationEngine, payload: Payload) -> Payload:
 def _finish(engine: MigrationEngine, payload: Payload) -> Payload:
     session = engine.source
     if session is None:
-        return {"moved": 0, "stayed": 0}
+        return {"moved": 0, "stayed": 0, "gaps": []}
     session = _source(engine, payload)
     session.close("finished", "The migration ended.")
     outcomes = [move.state for move in session.ended]
-    return {"moved": outcomes.count("moved"), "stayed": outcomes.count("stayed")}
+    late = [move for move in session.ended if move.queued and move.gap_ms is not None]
+    return {
+        "moved": outcomes.count("moved"),
+        "stayed": outcomes.count("stayed"),
+        "gaps": [{"request_id": one.request_id, "gap_ms": one.gap_ms, "itl_ms": one.itl_ms} for one in late],
+    }
 
 
 def _abort(engine: MigrationEngine, payload: Payload) -> Payload:

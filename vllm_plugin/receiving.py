@@ -273,7 +273,7 @@ class Receiver:
     def _read_blocks(self, write: Write, way: _Way, reader: Reader) -> None:
         sizes = way.cache.bytes_per_layer
         remote = memory.vectors(way.addresses, sizes, write.source_blocks, way.strides)
-        local = memory.vectors(way.cache.addresses, sizes, write.blocks, way.cache.strides)
+        local = memory.vectors(way.cache.addresses_for(write.blocks), sizes, write.blocks, way.cache.strides)
         if not write.urgent or way.registers:
             pace = math.inf if write.urgent else way.bytes_per_s
             self._read_memory(reader, remote, local, pace, write.session)

@@ -46,6 +46,7 @@ class PluginSettings:
         bind: address that the data and control listeners bind to and that is advertised to the others.
         transfer_backend: None = chosen automatically.
         transfer_bytes_per_s: limit for copying KV while requests are decoded, per worker.
+        staging_bytes: host memory for KV blocks of requests that move here before there is room; 0 = none.
         request_filter: `module.Class` of a request filter, or None.
         nap_s: how long vLLM's processes sleep between two looks when they wait for each other; 0 = they do not sleep.
         max_incr_rounds, incr_stall_rounds: stop rules of the rounds, counts.
@@ -63,6 +64,7 @@ class PluginSettings:
     bind: str = "127.0.0.1"
     transfer_backend: str | None = None
     transfer_bytes_per_s: float = 1.5e9
+    staging_bytes: int = 256 * 1024**2
     request_filter: str | None = None
     nap_s: float = 0.0
     max_incr_rounds: int = 8
@@ -114,6 +116,7 @@ class PluginSettings:
             bind=_bind_address(environ.get("VLLM_HI_BIND", ""), host, port),
             transfer_backend=backend,
             transfer_bytes_per_s=1e6 * _integer(environ, "VLLM_HI_TRANSFER_MB_PER_S", 1500, 1, 1_000_000),
+            staging_bytes=1024**2 * _integer(environ, "VLLM_HI_STAGING_MB", 256, 0, 1_000_000),
             request_filter=request_filter,
             nap_s=nap_seconds(environ),
             max_incr_rounds=_integer(environ, "VLLM_HI_MAX_INCR_ROUNDS", 8, 1, 1000),

@@ -101,7 +101,8 @@ class SourceSession:
             hand_over(self, chosen[start : start + wave], mode)
         deadline = time.monotonic() + MEASURE_S
         for move in chosen:
-            if move.state == "moved" and move.streamed:
+            # A client whose request waits in B's queue waits as long as that lasts.
+            if move.state == "moved" and move.streamed and not move.queued:
                 move.measured.wait(max(0.0, deadline - time.monotonic()))
         return {"results": [move.result() for move in self.take_ended()]}
 

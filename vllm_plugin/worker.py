@@ -50,6 +50,7 @@ class MigrationWorker:
             backend=backend,
             bytes_per_s=bytes_per_s,
         )
+        self.vllm_hi_cache = cache
         # Kept alive by its threads; the reference lets a debugger find it.
         self.vllm_hi_data_server = server
         return {
@@ -94,6 +95,16 @@ class MigrationWorker:
                 output_token_ids=list(install["output_token_ids"]),
                 lora_request=install["lora_request"],
             )
+
+    def vllm_hi_stage(self, blocks: int) -> tuple[int, int]:
+        """Makes room in host memory for so many blocks; returns (id of the first, how many there are)."""
+        first = self.vllm_hi_cache.stage(blocks)
+        return first, self.vllm_hi_cache.staged.count
+
+    def vllm_hi_unstage(self, moves: list[tuple[int, int]], installs: list[dict[str, Any]]) -> None:
+        """Copies staged blocks into the KV cache and makes their requests known to the model runner."""
+        self.vllm_hi_cache.unstage(moves)
+        self.vllm_hi_install(installs)
 
     def _vllm_hi_generator(self, state: bytes | None) -> torch.Generator | None:
         if state is None:

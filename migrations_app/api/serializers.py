@@ -7,7 +7,7 @@ from typing import Any
 from rest_framework import serializers
 
 from migrations_app import selectors
-from migrations_app.choices import HandoverMode, MigrationType
+from migrations_app.choices import MAX_DRAIN_DEADLINE_S, HandoverMode, MigrationType
 from migrations_app.models import MigrationEvent, MigrationJob, MigrationRequest, MigrationRound
 from migrations_app.selection import Selection
 
@@ -48,8 +48,8 @@ class JobSerializer(serializers.ModelSerializer[MigrationJob]):
         model = MigrationJob
         fields = [
             "id", "source", "target", "migration_type", "mode", "selection", "tn", "max_increment_rounds",
-            "stall_rounds", "state", "state_label", "state_tone", "is_terminal", "abort_requested", "attempt",
-            "last_seq", "created_by", "created_at", "started_at", "finished_at", "duration_s", "error_code", "error",
+            "stall_rounds", "drain_deadline_s", "state", "state_label", "state_tone", "is_terminal", "abort_requested",
+            "attempt", "last_seq", "created_by", "created_at", "started_at", "finished_at", "duration_s", "error_code", "error",
             "total_requests", "moved_requests", "bytes_total", "round_count", "gaps", "new_active_instance",
             "preflight",
         ]  # fmt: skip
@@ -93,8 +93,8 @@ class RequestSerializer(serializers.ModelSerializer[MigrationRequest]):
     class Meta:
         model = MigrationRequest
         fields = [
-            "request_id", "stream_id", "prompt_tokens", "output_tokens", "kv_blocks", "outcome", "outcome_tone", "code",
-            "message", "tail_blocks", "tail_bytes", "gap_ms", "itl_ms", "stages",
+            "request_id", "stream_id", "prompt_tokens", "output_tokens", "kv_blocks", "outcome", "outcome_tone", "way",
+            "code", "message", "tail_blocks", "tail_bytes", "gap_ms", "itl_ms", "stages",
         ]  # fmt: skip
 
 
@@ -127,6 +127,11 @@ class SelectionSerializer(serializers.Serializer[Any]):
         return attrs
 
 
+def drain_deadline() -> serializers.FloatField:
+    """Null and left out: what the settings say."""
+    return serializers.FloatField(min_value=0, max_value=MAX_DRAIN_DEADLINE_S, required=False, allow_null=True)
+
+
 class MigrationPairSerializer(serializers.Serializer[Any]):
     source = serializers.CharField(max_length=64)  # type: ignore[assignment]
     target = serializers.CharField(max_length=64)
@@ -137,6 +142,7 @@ class MigrationPairSerializer(serializers.Serializer[Any]):
     target_gpu_memory_utilization = serializers.FloatField(min_value=0, max_value=1, required=False, allow_null=True)
     target_model = serializers.CharField(max_length=255, required=False, allow_blank=True, allow_null=True)
     selection = SelectionSerializer(required=False, allow_null=True)
+    drain_deadline_s = drain_deadline()
 
 
 class CreateMigrationSerializer(MigrationPairSerializer):
@@ -161,6 +167,7 @@ class SeedMigrateSerializer(serializers.Serializer[Any]):
     mode = serializers.ChoiceField(choices=HandoverMode.choices, default=HandoverMode.ROLLING)
     tn = serializers.IntegerField(min_value=1, max_value=100, default=2)
     selection = SelectionSerializer(required=False, allow_null=True)
+    drain_deadline_s = drain_deadline()
 
 
 class CheckSerializer(serializers.Serializer[Any]):

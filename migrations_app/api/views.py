@@ -82,6 +82,7 @@ class MigrationViewSet(mixins.ListModelMixin, mixins.RetrieveModelMixin, viewset
                 target_gpu_memory_utilization=wish.validated_data.get("target_gpu_memory_utilization"),
                 target_model=wish.validated_data.get("target_model") or "",
                 selection=Selection.of(wish.validated_data.get("selection")),
+                drain_deadline_s=wish.validated_data.get("drain_deadline_s"),
             )
         except services.MigrationRefused as refusal:
             raise _api_error(refusal) from refusal
@@ -105,7 +106,9 @@ class MigrationViewSet(mixins.ListModelMixin, mixins.RetrieveModelMixin, viewset
             data.get("target_model") or "",
         )
         selection = Selection.of(data.get("selection"))
-        return Response(run_preflight(source, target, data["mode"], wishes, selection=selection).as_dict())
+        deadline = data.get("drain_deadline_s")
+        found = run_preflight(source, target, data["mode"], wishes, selection=selection, drain_deadline_s=deadline)
+        return Response(found.as_dict())
 
     @extend_schema(
         parameters=[OpenApiParameter("after", int, description="number of the last event you have")],
@@ -167,6 +170,7 @@ class SeedMigrateView(APIView):
                 mode=data["mode"],
                 tn=data["tn"],
                 selection=Selection.of(data.get("selection")),
+                drain_deadline_s=data.get("drain_deadline_s"),
                 target_tp=data.get("target_tp"),
                 target_pp=data.get("target_pp"),
                 target_gpu_memory_utilization=data.get("target_gpu_memory_utilization"),

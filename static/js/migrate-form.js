@@ -61,7 +61,7 @@ function selectionOf(form) {
 
 /** @param {HTMLFormElement} form the server's form, on its own page or in a dialog */
 export function enhanceMigrateForm(form) {
-  const { target, mode } = form.elements;
+  const { target, mode, drain_deadline_s: deadline } = form.elements;
   const start = form.querySelector("button[value=start]");
   const part = (name) => form.querySelector(`[data-part=${name}]`);
   const startBlocked = start.disabled && !target.value;
@@ -91,6 +91,7 @@ export function enhanceMigrateForm(form) {
         mode: mode.value,
         ...wishes(form),
         selection: selectionOf(form),
+        drain_deadline_s: deadline.value === "" ? null : Number(deadline.value),
       });
       ({ level, estimate } = preflight);
       list = preflight.checks;
@@ -128,6 +129,7 @@ export function enhanceMigrateForm(form) {
     });
   }
   conditions.addEventListener("change", check);
+  deadline.addEventListener("change", check);
   form.addEventListener("submit", () => {
     part("note").textContent = "Starting…";
     // After the browser has read the form: a disabled button would not send its value.

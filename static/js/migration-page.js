@@ -74,7 +74,7 @@ function showRequests(list) {
     field(row, "id").textContent = request.request_id;
     const shown = field(row, "outcome");
     if (shown.textContent.trim() !== outcome.label) shown.replaceChildren(badge(outcome.label, outcome.tone));
-    field(row, "why").textContent = request.message || request.code || "";
+    field(row, "why").textContent = request.message || request.code || words.ways[request.way] || "";
     field(row, "tokens").textContent = `${count(request.prompt_tokens)} + ${count(request.output_tokens)}`;
     field(row, "blocks").textContent = count(request.kv_blocks);
     field(row, "tail").textContent = request.tail_blocks ? `${request.tail_blocks} · ${size(request.tail_bytes)}` : "–";

@@ -69,8 +69,13 @@ class RunningStack:
         model: served model name.
     """
 
-    def __init__(self, state_dir: Path, instances: InstanceOptions | None = None, first_port: int = FIRST_PORT) -> None:
-        options = instances or InstanceOptions(model=str(chat_model()), served_model_name=MODEL, faults=True)
+    def __init__(
+        self,
+        state_dir: Path,
+        options: InstanceOptions,
+        first_port: int = FIRST_PORT,
+        target: InstanceOptions | None = None,
+    ) -> None:
         self.model = options.served_model_name
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="stack", daemon=True)
@@ -82,6 +87,7 @@ class RunningStack:
                 first_instance_port=first_port,
                 first_data_port=first_port + 1000,
                 instances=options,
+                instance_b=target,
                 say=lambda line: sys.stderr.write(line + "\n"),
             )
         )
@@ -261,16 +267,13 @@ class RunningStack:
         self.wait(self.stack.restart_instance(instance.letter))
 
 
-@pytest.fixture(scope="session")
-def stack() -> Iterator[RunningStack]:
-    state_dir = FOLDER / "engine"
+@contextmanager
+def running_stack(name: str, port: int, *instances: InstanceOptions) -> Iterator[RunningStack]:
+    """Starts a product of its own in a folder of that name: one kind of instances for A and B, or one for each."""
+    state_dir = FOLDER / name
     shutil.rmtree(state_dir, ignore_errors=True)
     state_dir.mkdir(parents=True)
-    # The instances find the tests' request filter, which lets everything move until a test says otherwise.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    os.environ["VLLM_HI_REQUEST_FILTER"] = "tests.engine.request_filters.Switchable"
-    os.environ[RULE] = str(state_dir / "request-filter.json")
-    running = RunningStack(state_dir)
+    running = RunningStack(state_dir, instances[0], port, *instances[1:])
     try:
         running.start()
         # The first steps of an engine are slower than all later ones.
@@ -278,3 +281,14 @@ def stack() -> Iterator[RunningStack]:
         yield running
     finally:
         running.close()
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator[RunningStack]:
+    # The instances find the tests' request filter, which lets everything move until a test says otherwise.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ["VLLM_HI_REQUEST_FILTER"] = "tests.engine.request_filters.Switchable"
+    os.environ[RULE] = str(FOLDER / "request-filter.json")
+    options = InstanceOptions(model=str(chat_model()), served_model_name=MODEL, faults=True)
+    with running_stack("engine", FIRST_PORT, options) as running:
+        yield running

@@ -24,6 +24,7 @@ def test_every_variable_is_read():
             "VLLM_HI_BIND": "127.0.0.2",
             "VLLM_HI_TRANSFER_BACKEND": "tcp_shm",
             "VLLM_HI_TRANSFER_MB_PER_S": "200",
+            "VLLM_HI_STAGING_MB": "64",
             "VLLM_HI_NAP_US": "500",
             "VLLM_HI_REQUEST_FILTER": "my.filters.Short",
             "VLLM_HI_MAX_INCR_ROUNDS": "3",
@@ -32,7 +33,7 @@ def test_every_variable_is_read():
             "VLLM_HI_STANDBY": "cold",
         }
     )
-    ports, transfer = (9000, 9001), ("tcp_shm", 200e6)
+    ports, transfer = (9000, 9001), ("tcp_shm", 200e6, 64 * 1024**2)
     assert settings == PluginSettings(
         "B",
         "127.0.0.1",
@@ -70,6 +71,7 @@ def test_every_variable_is_read():
         ("VLLM_HI_TRANSFER_BACKEND", "carrier-pigeon"),
         ("VLLM_HI_TRANSFER_MB_PER_S", "0"),
         ("VLLM_HI_TRANSFER_MB_PER_S", "fast"),
+        ("VLLM_HI_STAGING_MB", "-1"),
         ("VLLM_HI_NAP_US", "0.5"),
         ("VLLM_HI_NAP_US", "10001"),
         ("VLLM_HI_REQUEST_FILTER", "Short"),
