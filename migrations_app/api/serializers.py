@@ -49,8 +49,8 @@ class JobSerializer(serializers.ModelSerializer[MigrationJob]):
         fields = [
             "id", "source", "target", "migration_type", "mode", "selection", "tn", "max_increment_rounds",
             "stall_rounds", "drain_deadline_s", "state", "state_label", "state_tone", "is_terminal", "abort_requested",
-            "attempt", "last_seq", "created_by", "created_at", "started_at", "finished_at", "duration_s", "error_code", "error",
-            "total_requests", "moved_requests", "bytes_total", "round_count", "gaps", "new_active_instance",
+            "attempt", "last_seq", "created_by", "created_at", "started_at", "finished_at", "duration_s", "error_code",
+            "error", "total_requests", "moved_requests", "bytes_total", "round_count", "gaps", "new_active_instance",
             "preflight",
         ]  # fmt: skip
         read_only_fields = fields
