@@ -60,6 +60,8 @@ class DataServer:
         self._lock = threading.Lock()
         #: By session, and host and port of the worker that takes the blocks.
         self._senders: dict[tuple[str, str, int], Sender] = {}
+        #: What a block took on the way to a worker (host, port) when that was measured.
+        self._block_s: dict[tuple[str, int], float] = {}
         self._listener = socket.create_server((host, port))
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="vllm-hi-data", daemon=True).start()
@@ -139,6 +141,7 @@ class DataServer:
             sender = self._senders.get(key)
         if sender is None:
             sender = self._dialled(*key, push.source_places, push.target_places)
+            sender.block_s = self._block_s.get((push.host, push.port), 0.0)
             SWITCHING.hold(push.session)
             with self._lock:
                 self._senders[key] = sender
@@ -172,4 +175,5 @@ class DataServer:
                 sender.close()
         except (OSError, ProtocolError) as error:
             return Probed(probe.call, False, message=str(error) or type(error).__name__)
+        self._block_s[probe.host, probe.port] = found.block_s
         return Probed(probe.call, True, found.transport, found.reason, found.bytes_per_s, found.block_s)

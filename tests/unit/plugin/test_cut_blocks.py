@@ -145,6 +145,19 @@ def test_each_rank_gets_its_part_of_each_block(here: tuple[int, int], there: tup
     assert b.holds(after(a.content, after(a.content, b.content, MOVED), again))
 
 
+@pytest.mark.parametrize("backend", ["tcp", "tcp_shm"])
+@pytest.mark.parametrize(("here", "there"), SIZES[:5], ids=lambda size: f"tp{size[0]}pp{size[1]}")
+def test_each_rank_stages_its_part_of_each_block(here: tuple[int, int], there: tuple[int, int], backend: str) -> None:
+    a, b = Instance(model(1), *here, backend), Instance(model(2), *there, backend)
+    b.workers.allow("s")
+    (first,) = {server._cache.stage(3) for server in b.servers}
+    a.workers.push("s", a.routes(b), Blocks([2, 3, 7], [first, first + 2, first + 1], [1, 1, 1]))
+    assert b.holds(b.content)
+    for server in b.servers:
+        server._cache.unstage([(first, 5), (first + 2, 6), (first + 1, 1)])
+    assert b.holds(after(a.content, b.content, MOVED))
+
+
 @pytest.mark.parametrize(("here", "there"), SIZES[:5], ids=lambda size: f"tp{size[0]}pp{size[1]}")
 @pytest.mark.usefixtures("pretended_gpu")
 def test_parts_of_blocks_between_gpus(here: tuple[int, int], there: tuple[int, int]) -> None:

@@ -146,6 +146,16 @@ def test_over_a_slow_link_an_open_block_is_sent_ahead_and_then_only_what_changed
     assert not a.sender._shadows
 
 
+def test_a_link_that_was_measured_is_known_to_be_slow_from_the_first_block_on(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("vllm_plugin.sending.SLOW_BLOCK_S", 0.0)
+    a, b = Side(1.0), Side(-1.0)
+    b.allow("s")
+    assert a.push(b, [], [], open=[(2, 5, 7)]).sent_bytes == 0
+    a.revoke("s")
+    assert a.ask(lambda call: Probe(call, "127.0.0.1", b.server.port)).ok
+    assert a.push(b, [], [], open=[(2, 5, 7)]).sent_bytes == a.server._cache.block_bytes
+
+
 def test_what_was_sent_ahead_is_of_no_use_for_another_request_in_the_same_place(slow_link: tuple[Side, Side]):
     a, b = slow_link
     assert a.push(b, [], [], open=[(2, 5, 7)]).ok
