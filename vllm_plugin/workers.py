@@ -178,7 +178,10 @@ class Workers:
         return min(found, key=lambda one: one.bytes_per_s)
 
     def dial(self, port: int) -> FrameSocket:
-        return FrameSocket.dial(self._host, port, self._token, "engine", "engine-core")
+        frames = FrameSocket.dial(self._host, port, self._token, "engine", "engine-core")
+        # A push over a slow link takes its time; the worker itself notices when nothing goes on.
+        frames.sock.settimeout(None)
+        return frames
 
 
 class _Connection:

@@ -145,6 +145,14 @@ def test_each_rank_gets_its_part_of_each_block(here: tuple[int, int], there: tup
     assert b.holds(after(a.content, after(a.content, b.content, MOVED), again))
 
 
+def test_a_push_may_take_longer_than_a_connection_to_be_made() -> None:
+    a, b = Instance(model(1), 1, 1, "tcp"), Instance(model(2), 2, 1, "tcp")
+    b.workers.allow("s")
+    a.workers.push("s", a.routes(b), Blocks([2], [5], [1]))
+    (connection,) = a.workers._pushes
+    assert connection._frames is not None and connection._frames.sock.gettimeout() is None
+
+
 @pytest.mark.parametrize("backend", ["tcp", "tcp_shm"])
 @pytest.mark.parametrize(("here", "there"), SIZES[:5], ids=lambda size: f"tp{size[0]}pp{size[1]}")
 def test_each_rank_stages_its_part_of_each_block(here: tuple[int, int], there: tuple[int, int], backend: str) -> None:
