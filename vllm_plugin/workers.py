@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -50,8 +51,8 @@ class Workers:
     """`infos`: what `MigrationWorker.vllm_hi_start` returned, by rank. `layout`: what of a block lies on which of them.
     `transport`: what carried blocks last.
 
-    Pushes and session control use separate connections, so that a push that hangs can be revoked; each route has its
-    own, so that ranks copy at the same time.
+    Pushes and session control use separate connections, so that a push that hangs can be revoked; each route of a
+    worker has its own, so that all copy at the same time.
     """
 
     def __init__(self, infos: list[dict[str, Any]], layout: Layout, host: str, token: str) -> None:
@@ -62,7 +63,7 @@ class Workers:
         self._token = token
         self._numbers = count(1)
         self._control = [_Connection(self, info["data_port"]) for info in infos]
-        self._pushes: dict[tuple[int, str, int], _Connection] = {}
+        self._pushes: dict[tuple[int, int], _Connection] = {}
         self._pool = ThreadPoolExecutor(MOST_ROUTES, thread_name_prefix="vllm-hi-push")
 
     @property
@@ -115,13 +116,13 @@ class Workers:
             # That rank has nothing to send, and is only asked.
             reader = Route("", 0, Cut(sampler, 0))
             asked.append(reader)
-        messages = [
-            (
-                self._push_connection(route),
-                self._push_message(session, route, blocks, blocks.generators if route is reader else []),
-            )
-            for route in asked
-        ]
+        messages = []
+        turns: Counter[int] = Counter()
+        for route in asked:
+            rank = route.cut.source_rank
+            message = self._push_message(session, route, blocks, blocks.generators if route is reader else [])
+            messages.append((self._push_connection(rank, turns[rank]), message))
+            turns[rank] += 1
         sent = 0
         states: dict[str, bytes] = {}
         for answer in self._ask_all(messages):
@@ -144,13 +145,12 @@ class Workers:
             *(route.cut.source, route.cut.target),
         )
 
-    def _push_connection(self, route: Route) -> _Connection:
-        key = route.cut.source_rank, route.host, route.port
-        if key not in self._pushes:
-            self._pushes[key] = _Connection(self, self.infos[route.cut.source_rank]["data_port"])
-        return self._pushes[key]
+    def _push_connection(self, rank: int, turn: int = 0) -> _Connection:
+        if (rank, turn) not in self._pushes:
+            self._pushes[rank, turn] = _Connection(self, self.infos[rank]["data_port"])
+        return self._pushes[rank, turn]
 
-    def _ask_all(self, messages: Sequence[tuple[_Connection, Push | Probe]]) -> list[Any]:
+    def _ask_all(self, messages: Sequence[tuple[_Connection, Push]]) -> list[Any]:
         """Asks several workers at once; returns, or raises, when all have answered."""
         if len(messages) == 1:
             return [connection.ask(message) for connection, message in messages]
@@ -169,8 +169,8 @@ class Workers:
         found: list[Probed] = []
         for rank in range(max(len(self.infos), len(ports))):
             # One pair after the other: what one rank can do, whatever the others are doing.
-            route = Route(host, ports[rank % len(ports)], Cut(rank % len(self.infos), 0))
-            answer = self._push_connection(route).ask(Probe(next(self._numbers), host, route.port))
+            connection = self._push_connection(rank % len(self.infos))
+            answer = connection.ask(Probe(next(self._numbers), host, ports[rank % len(ports)]))
             if not isinstance(answer, Probed) or not answer.ok:
                 reason = answer.message if isinstance(answer, Probed) else "unexpected answer of the worker"
                 raise ConnectionError(f"the way to the target could not be measured: {reason}")
