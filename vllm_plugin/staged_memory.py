@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,7 @@ class StagedMemory:
 
     def piece(self, layer: int, start: int, end: int) -> memoryview:
         """The bytes of blocks `start` to `end` - 1 of one layer: several only where a block is one piece."""
-        stride, flat = self._strides[layer], self._layers[layer]
+        stride = self._strides[layer]
+        flat: Any = self._layers[layer]
         place = (start - self.first) * stride + self._offsets[layer]
         return memoryview(flat[place : place + (end - start - 1) * stride + self._sizes[layer]])
