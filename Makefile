@@ -97,10 +97,11 @@ test: install models chromium
 	$(call say,Tests)
 	@$(BIN)/python -m pytest
 
-# Measures on this machine and writes docs/benchmarks.md, docs/dataplane.md and docs/slow-link.md: an hour on two cores.
+# Measures on this machine and writes docs/benchmarks.md, dataplane.md, slow-link.md and topology.md: an hour on two cores.
 benchmarks: install models
 	$(BIN)/python -m benchmarks.dataplane --write docs/dataplane.md
 	$(BIN)/python -m benchmarks.slow_link --write docs/slow-link.md
+	$(BIN)/python -m benchmarks.topology --write docs/topology.md
 	$(BIN)/python -m benchmarks.migration --write docs/benchmarks.md
 
 check: install

@@ -28,7 +28,9 @@ class InstanceOptions:
         dtype: float32 gives token-exact comparisons under load; bfloat16 is faster (docs in README.md).
         kv_cache_bytes: KV cache of each instance.
         max_num_seqs, max_model_len: limits of each instance, requests and tokens.
+        staging_mb: host memory for requests that arrive before there is room; None = as the plugin has it.
         faults: opens the test switch that breaks migrations on purpose.
+        standby: `--vllm-hi-standby` of both: warm instances can be moved to at once. None leaves it out.
         arguments: appended to `vllm serve`.
     """
 
@@ -38,7 +40,9 @@ class InstanceOptions:
     kv_cache_bytes: int = 768 * 1024**2
     max_num_seqs: int = 16
     max_model_len: int = 2048
+    staging_mb: int | None = None
     faults: bool = False
+    standby: str | None = "warm"
     arguments: tuple[str, ...] = ()
 
 
@@ -70,6 +74,8 @@ def serve_command(options: InstanceOptions, letter: str, port: int, panel: str, 
     else:
         command += ["--gpu-memory-utilization", "0.4"]
     command += ["--vllm-hi-type", letter, "--vllm-hi-host", panel, "--vllm-hi-data-port", str(data_port)]
+    if options.standby:
+        command += ["--vllm-hi-standby", options.standby]
     return [*command, *options.arguments]
 
 
@@ -82,6 +88,8 @@ def serve_environment(options: InstanceOptions, index: int, join_token: str) -> 
         environment["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_instance(index)
         if len(cores()) < ROOMY:
             environment["VLLM_HI_NAP_US"] = "1000"
+    if options.staging_mb is not None:
+        environment["VLLM_HI_STAGING_MB"] = str(options.staging_mb)
     if options.faults:
         environment["VLLM_HI_ENABLE_FAULTS"] = "1"
     return environment

@@ -44,7 +44,7 @@ class StackOptions:
         first_instance_port, first_data_port: the same for A; B gets the next ones.
         redis_url: an existing Redis or Valkey; None starts an embedded one.
         database_url: None = SQLite in `state_dir`.
-        instances: None = control plane only.
+        instances: None = control plane only. instance_b: of B, where it is to be another one than A.
         say: takes one line of progress.
     """
 
@@ -56,6 +56,7 @@ class StackOptions:
     database_url: str | None = None
     join_token: str | None = None
     instances: InstanceOptions | None = None
+    instance_b: InstanceOptions | None = None
     say: Callable[[str], None] = field(default=lambda line: None)
 
 
@@ -285,8 +286,9 @@ class Stack:
         for index, letter in enumerate("AB"):
             port = choose_port(self.options.first_instance_port + index, self._ports)
             data_port = choose_port(self.options.first_data_port + index, self._ports)
-            command = serve_command(options, letter, port, f"{HOST}:{panel_port}", data_port)
-            environment = self._base_environment() | serve_environment(options, index, self.join_token)
+            one = self.options.instance_b or options if letter == "B" else options
+            command = serve_command(one, letter, port, f"{HOST}:{panel_port}", data_port)
+            environment = self._base_environment() | serve_environment(one, index, self.join_token)
             # Whole GiB only, and it would override --kv-cache-memory-bytes.
             environment.pop("VLLM_CPU_KVCACHE_SPACE", None)
             name = f"instance-{letter.lower()}"

@@ -8,7 +8,7 @@ __all__ = ["BUSY_STATUSES", "STATUS_TONES", "InstanceStatus", "InstanceType"]
 
 
 class InstanceType(models.TextChoices):
-    """A serves, B is the warm standby. The two swap when a migration is done."""
+    """A serves, B stands by. The two swap when a migration is done."""
 
     A = "A", "A (serving)"
     B = "B", "B (standby)"

@@ -22,6 +22,7 @@ TIMEOUTS = {
     "status": 5.0,
     "requests": 5.0,
     "probe": 20.0,
+    "instantiate": 10.0,
     "start": 10.0,
     "attach": 30.0,
     "round": 120.0,
@@ -102,6 +103,10 @@ class InstanceClient:
     def probe(self, host: str, data_ports: list[int]) -> dict[str, Any]:
         """How fast KV would travel to another instance: `{transport, reason, bytes_per_s, block_s}`."""
         return self._migration("probe", {"host": host, "data_ports": data_ports})
+
+    def instantiate(self, job: str, attempt: int, wish: dict[str, Any]) -> dict[str, Any]:
+        """Asks a standby to bring its engine up; how far it is, is in its `status`."""
+        return self._migration("instantiate", {"job": job, "attempt": attempt, **wish})
 
     def start(self, job: str, attempt: int, peer: dict[str, Any], lease_s: float) -> dict[str, Any]:
         return self._migration("start", {"job": job, "attempt": attempt, "peer": peer, "lease_s": lease_s})

@@ -9,16 +9,19 @@ from django.conf import settings
 from django.db import models
 from django.utils import timezone
 
-from instances.choices import BUSY_STATUSES, STATUS_TONES, InstanceStatus, InstanceType
+from instances import life
+from instances.choices import BUSY_STATUSES, InstanceStatus, InstanceType
 
-__all__ = ["Instance", "RoutingVersion"]
+__all__ = ["Instance", "RoutingVersion", "alias_name"]
 
 
 class Instance(models.Model):
     """A vLLM process with the plugin. The id is kept when it registers again from the same `ip:port`.
 
     `status` is the panel's view. While an instance is unreachable or busy with a migration, `resume_status` says what
-    it becomes afterwards. `routed` says whether new requests for its model are sent to it.
+    it becomes afterwards. `routed` says whether new requests for its model are sent to it. With an `alias` new requests
+    reach it under a name of its own as well (`alias_name`), or, where it is not `routed`, under that name alone.
+    `resume_routed` and `resume_alias`: what they were before a migration took the instance.
     """
 
     vllm_hi_id = models.CharField(primary_key=True, max_length=64)
@@ -28,6 +31,11 @@ class Instance(models.Model):
     status = models.CharField(max_length=16, choices=InstanceStatus, default=InstanceStatus.REGISTERING)
     resume_status = models.CharField(max_length=16, choices=InstanceStatus, blank=True, default="")
     routed = models.BooleanField(default=False)
+    alias = models.CharField(max_length=80, blank=True, default="")
+    resume_routed = models.BooleanField(default=False)
+    resume_alias = models.CharField(max_length=80, blank=True, default="")
+    #: When the panel has last said what the instance is; what it was told itself after that counts more.
+    role_given_at = models.DateTimeField(null=True, blank=True)
 
     served_model_name = models.CharField(max_length=255)
     inference_params = models.JSONField(default=dict, blank=True)
@@ -42,6 +50,8 @@ class Instance(models.Model):
     requests = models.JSONField(default=dict, blank=True)
     #: Names of the LoRA adapters that it serves beside its model; they come and go while it runs.
     adapters = models.JSONField(default=list, blank=True)
+    #: `{state, percent, phase, error}`: whether it has an engine, and how far that is; empty: it has.
+    engine = models.JSONField(default=dict, blank=True)
 
     pid = models.PositiveBigIntegerField(null=True, blank=True)
     #: False from the registration of a new process until its first heartbeat told which role it really has.
@@ -81,14 +91,29 @@ class Instance(models.Model):
         )
 
     @property
+    def state(self) -> str:
+        """For people; see `instances.life`."""
+        return life.shown_state(self)
+
+    @property
+    def alias_name(self) -> str:
+        """The served name that nobody else has, "" without an alias."""
+        return alias_name(self.served_model_name, self.alias) if self.alias else ""
+
+    @property
     def status_tone(self) -> str:
-        return STATUS_TONES.get(self.status, "muted")
+        return life.shown_tone(self)
 
     @property
     def kv_used_fraction(self) -> float | None:
         """0 to 1, or None before the first heartbeat."""
         total = _number(self.kv, "total_blocks")
         return (total - _number(self.kv, "free_blocks")) / total if total else None
+
+
+def alias_name(model: str, alias: str) -> str:
+    """Under which name a model (or an adapter) is asked for at the one instance that has the alias."""
+    return f"{model}@{alias}"
 
 
 def _number(values: dict[str, Any], name: str) -> float:

@@ -16,7 +16,7 @@ from django.db.models import F
 
 from controlplane.redis import ACKS_KEY, ROUTING_CHANNEL, ROUTING_KEY, connection
 from instances.choices import InstanceStatus
-from instances.models import Instance, RoutingVersion
+from instances.models import Instance, RoutingVersion, alias_name
 
 __all__ = [
     "build_table",
@@ -50,7 +50,8 @@ def build_table(version: int) -> dict[str, Any]:
 
     An adapter is a model of its own: requests for it go where it is loaded; `parent` is the model that it belongs to.
     A model without an instance that can serve it stays in the table with an empty `active` as long as one is known:
-    "nobody can serve it now" is another answer than "unknown model".
+    "nobody can serve it now" is another answer than "unknown model". An instance with an alias is reached by names of
+    its own, too; `served_as` is then what it calls the model itself.
     """
     models: dict[str, dict[str, Any]] = {}
     instances: dict[str, dict[str, Any]] = {}
@@ -69,9 +70,23 @@ def build_table(version: int) -> dict[str, Any]:
             "control_host": instance.ip,
             "control_port": instance.control_port,
             "served_model_name": instance.served_model_name,
-            "role": "active" if serving else "standby",
+            "role": "active" if serving or instance.alias else "standby",
         }
+    for instance in known.exclude(alias="").order_by("vllm_hi_id"):
+        _add_aliases(models, instance)
     return {"version": version, "models": models, "instances": instances}
+
+
+def _add_aliases(models: dict[str, dict[str, Any]], instance: Instance) -> None:
+    """Adds an instance's own names, and lets it stand in where nobody else is left for the model."""
+    base = instance.served_model_name
+    active = [instance.vllm_hi_id] if instance.status in _SERVING else []
+    for name in dict.fromkeys([base, *instance.adapters]):
+        own = alias_name(name, instance.alias)
+        parent = None if name == base else alias_name(base, instance.alias)
+        # A name that somebody really serves stays theirs.
+        models.setdefault(own, {**models[name], "active": active, "parent": parent, "served_as": name})
+        models[name]["active"] = models[name]["active"] or active
 
 
 def published_version() -> int | None:

@@ -38,7 +38,7 @@ def migration_targets(instance: Instance) -> list[tuple[Instance, str | None]]:
     """Every other instance with the reason, one sentence, why `instance` cannot migrate to it; None if it can."""
     targets: list[tuple[Instance, str | None]] = []
     for other in list_instances().exclude(vllm_hi_id=instance.vllm_hi_id):
-        refusal = refusal_to_migrate(other, "target")
+        refusal = refusal_to_migrate(other, "target", instance)
         reason = refusal.message if refusal else None
         if reason is None and other.served_model_name != instance.served_model_name:
             reason = f"It serves {other.served_model_name}, not {instance.served_model_name}."

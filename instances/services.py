@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 from datetime import datetime, timedelta
@@ -9,7 +10,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from django.conf import settings
 from django.db import transaction
-from django.db.models import Q
+from django.db.models import F, Q
 from django.utils import timezone
 
 from instances.choices import InstanceStatus, InstanceType
@@ -31,6 +32,7 @@ __all__ = [
     "restore_after_migration",
     "retire_drained_source",
     "route_new_requests",
+    "serve_beside",
 ]
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,7 @@ class Registration(TypedDict):
     factors: NotRequired[dict[str, Any]]
     capabilities: NotRequired[dict[str, Any]]
     adapters: NotRequired[list[str]]
+    engine: NotRequired[dict[str, Any]]
     pid: NotRequired[int | None]
 
 
@@ -61,10 +64,12 @@ class Heartbeat(TypedDict):
 
     vllm_hi_id: str
     role: NotRequired[str]
+    role_held_s: NotRequired[float]
     kv: NotRequired[dict[str, Any]]
     requests: NotRequired[dict[str, Any]]
     factors: NotRequired[dict[str, Any]]
     adapters: NotRequired[list[str]]
+    engine: NotRequired[dict[str, Any]]
     control_port: NotRequired[int]
 
 
@@ -118,6 +123,7 @@ def register(data: Registration) -> Instance:
         instance.plugin_version = data.get("plugin_version", "")
         instance.factors = data.get("factors", {})
         instance.adapters = data.get("adapters", [])
+        instance.engine = data.get("engine", {})
         if "capabilities" in data:
             instance.capabilities = data["capabilities"]
         instance.pid = pid
@@ -150,6 +156,7 @@ def heartbeat(beat: Heartbeat) -> bool:
         instance.requests = beat.get("requests", instance.requests)
         instance.factors = beat.get("factors", instance.factors)
         instance.adapters = beat.get("adapters", instance.adapters)
+        instance.engine = beat.get("engine", instance.engine)
         instance.control_port = beat.get("control_port", instance.control_port)
         if instance.status == InstanceStatus.UNREACHABLE:
             instance.status = instance.resume_status or InstanceStatus.STANDBY
@@ -159,10 +166,13 @@ def heartbeat(beat: Heartbeat) -> bool:
             if not instance.is_busy:
                 _take_role(instance, role)
             instance.role_confirmed = True
+        elif role in ("active", "standby") and _changed_by_hand(instance, role, beat.get("role_held_s")):
+            logger.info("Instance %s was made %s by hand", instance.vllm_hi_id, role)
+            _take_role(instance, role)
         instance.save(
             update_fields=[
-                "last_heartbeat_at", "kv", "requests", "factors", "adapters", "control_port", "status",
-                "instance_type", "routed", "role_confirmed",
+                "last_heartbeat_at", "kv", "requests", "factors", "adapters", "engine", "control_port", "status",
+                "instance_type", "routed", "alias", "role_given_at", "role_confirmed",
             ]
         )  # fmt: skip
         if before != _routed_facts(instance):
@@ -174,7 +184,7 @@ def deregister(vllm_hi_id: str) -> bool:
     """A clean stop: the instance leaves the routing table, its row stays. Returns False when it is not known."""
     with transaction.atomic():
         changed = Instance.objects.filter(vllm_hi_id=vllm_hi_id).update(
-            status=InstanceStatus.DESTROYED, resume_status="", routed=False
+            status=InstanceStatus.DESTROYED, resume_status="", routed=False, alias=""
         )
         publish_on_commit()
     return changed == 1
@@ -211,22 +221,40 @@ def reserve_for_migration(source_id: str, target_id: str) -> None:
     Raises:
         InstanceRefused: the caller's transaction must be rolled back.
     """
-    for vllm_hi_id, wanted, busy, param in (
-        (source_id, InstanceStatus.ACTIVE, InstanceStatus.DRAINING, "source"),
-        (target_id, InstanceStatus.STANDBY, InstanceStatus.MIGRATING, "target"),
+    source, target = _locked(source_id, target_id)
+    refusal = refusal_to_migrate(source, "source") or refusal_to_migrate(target, "target", source)
+    if refusal is not None:
+        raise refusal
+    for instance, busy, param in (
+        (source, InstanceStatus.DRAINING, "source"),
+        (target, InstanceStatus.MIGRATING, "target"),
     ):
-        taken = Instance.objects.filter(vllm_hi_id=vllm_hi_id, status=wanted).update(status=busy, resume_status=wanted)
+        vllm_hi_id = instance.vllm_hi_id
+        taken = Instance.objects.filter(vllm_hi_id=vllm_hi_id, status=instance.status).update(
+            status=busy, resume_status=instance.status, resume_routed=F("routed"), resume_alias=F("alias")
+        )
         if not taken:
-            instance = Instance.objects.get(vllm_hi_id=vllm_hi_id)
-            refusal = refusal_to_migrate(instance, "source" if param == "source" else "target")
-            # None: it changed between the two statements; the next try will see it settled.
-            raise refusal or InstanceRefused(
+            # It changed between the two statements; the next try will see it settled.
+            raise InstanceRefused(
                 "migration_in_progress", f"Instance {vllm_hi_id} is just being taken by another migration.", param
             )
 
 
-def refusal_to_migrate(instance: Instance, side: Literal["source", "target"]) -> InstanceRefused | None:
-    """Why an instance cannot be the source or target of a new migration; None if it can."""
+def _locked(source_id: str, target_id: str) -> tuple[Instance, Instance]:
+    """Both rows, locked in an order that is the same for everybody: two instances may migrate to each other."""
+    rows = Instance.objects.select_for_update().filter(vllm_hi_id__in=[source_id, target_id]).order_by("vllm_hi_id")
+    found = {instance.vllm_hi_id: instance for instance in rows}
+    return found[source_id], found[target_id]
+
+
+def refusal_to_migrate(
+    instance: Instance, side: Literal["source", "target"], other: Instance | None = None
+) -> InstanceRefused | None:
+    """Why an instance cannot be the source or target of a new migration; None if it can.
+
+    A target is a standby, or serves beside its `other` since a migration that kept its source active: then more
+    requests may go to it, and those that it has may come back.
+    """
     name = f"Instance {instance.vllm_hi_id}"
     if instance.is_busy:
         return InstanceRefused(
@@ -242,7 +270,8 @@ def refusal_to_migrate(instance: Instance, side: Literal["source", "target"]) ->
         return InstanceRefused(
             "source_not_active", f"{name} is {instance.status} and serves nothing that could move.", side
         )
-    if side == "target" and instance.status != InstanceStatus.STANDBY:
+    beside = instance.status == InstanceStatus.ACTIVE and bool(instance.alias or (other is not None and other.alias))
+    if side == "target" and instance.status != InstanceStatus.STANDBY and not beside:
         return InstanceRefused(
             "target_not_standby", f"{name} is {instance.status}; choose a standby instance as target.", side
         )
@@ -250,18 +279,33 @@ def refusal_to_migrate(instance: Instance, side: Literal["source", "target"]) ->
 
 
 def route_new_requests(source_id: str, target_id: str) -> int:
-    """New requests go to the target from now on. Returns the version of the table that says so."""
+    """New requests go to the target from now on. Returns the version of the table that says so.
+
+    A standby that takes over takes the source's alias, too; an instance that serves already keeps its own names.
+    """
     with transaction.atomic():
-        Instance.objects.filter(vllm_hi_id=source_id).update(routed=False)
-        Instance.objects.filter(vllm_hi_id=target_id).update(routed=True)
+        source, target = _locked(source_id, target_id)
+        serves = target.routed or bool(target.alias)
+        Instance.objects.filter(vllm_hi_id=target_id).update(
+            routed=target.routed or source.routed, alias=target.alias if serves else source.alias
+        )
+        Instance.objects.filter(vllm_hi_id=source_id).update(routed=False, alias="")
     return publish_routing_table()
 
 
-def restore_after_migration(source_id: str, target_id: str) -> None:
-    """Undoes the reservation and the route switch: the source serves again, the target stands by."""
+def restore_after_migration(source_id: str, target_id: str, *, target_serves: bool = False) -> None:
+    """Undoes the reservation and the route switch: the source serves again, the target is what it was.
+
+    `target_serves`: requests have moved to it that belong to nobody else, so it is reachable beside the source.
+    """
     with transaction.atomic():
-        _settle(source_id, InstanceStatus.ACTIVE, InstanceType.A, routed=True)
-        _settle(target_id, InstanceStatus.STANDBY, InstanceType.B, routed=False)
+        source, target = _locked(source_id, target_id)
+        routed = source.resume_routed or not source.resume_alias
+        _settle(source_id, InstanceStatus.ACTIVE, InstanceType.A, routed=routed, alias=source.resume_alias)
+        if target_serves or target.resume_routed or target.resume_alias:
+            _set_beside(target)
+        else:
+            _settle(target_id, InstanceStatus.STANDBY, InstanceType.B, routed=False)
         publish_on_commit()
 
 
@@ -273,10 +317,19 @@ def hand_service_over(
     "draining" is a source that still has requests which could not move; nothing new is routed to it.
     """
     with transaction.atomic():
-        _settle(target_id, InstanceStatus.ACTIVE, InstanceType.A, routed=True)
+        _, target = _locked(source_id, target_id)
+        # Where it serves beside another instance, new requests for the model go on going there.
+        routed = target.routed or not target.alias
+        _settle(target_id, InstanceStatus.ACTIVE, InstanceType.A, routed=routed, alias=target.alias)
         source_type = InstanceType.B if source_becomes == "standby" else None
         _settle(source_id, InstanceStatus(source_becomes), source_type, routed=False)
         publish_on_commit()
+
+
+def serve_beside(source_id: str, target_id: str) -> None:
+    """The end of a migration that kept its source active: new requests still go where they went, and the target is
+    reachable under a name of its own."""
+    restore_after_migration(source_id, target_id, target_serves=True)
 
 
 def retire_drained_source(vllm_hi_id: str) -> None:
@@ -286,8 +339,25 @@ def retire_drained_source(vllm_hi_id: str) -> None:
         publish_on_commit()
 
 
-def _settle(vllm_hi_id: str, status: InstanceStatus, instance_type: InstanceType | None, *, routed: bool) -> None:
-    fields: dict[str, Any] = {"routed": routed}
+def _set_beside(target: Instance) -> None:
+    alias = target.resume_alias
+    if not alias and not target.resume_routed:
+        alias = _free_alias(target)
+    _settle(target.vllm_hi_id, InstanceStatus.ACTIVE, InstanceType.A, routed=target.resume_routed, alias=alias)
+
+
+def _free_alias(target: Instance) -> str:
+    """Its id, unless another instance has taken that over with the requests of an earlier migration."""
+    taken = set(Instance.objects.exclude(vllm_hi_id=target.vllm_hi_id).values_list("alias", flat=True))
+    names = itertools.chain([target.vllm_hi_id], (f"{target.vllm_hi_id}-{number}" for number in itertools.count(2)))
+    return next(name for name in names if name not in taken)
+
+
+def _settle(
+    vllm_hi_id: str, status: InstanceStatus, instance_type: InstanceType | None, *, routed: bool, alias: str = ""
+) -> None:
+    fields: dict[str, Any] = {"routed": routed, "alias": alias, "resume_routed": False, "resume_alias": ""}
+    fields["role_given_at"] = timezone.now()
     if instance_type is not None:
         fields["instance_type"] = instance_type
     row = Instance.objects.filter(vllm_hi_id=vllm_hi_id)
@@ -301,7 +371,16 @@ def _settle(vllm_hi_id: str, status: InstanceStatus, instance_type: InstanceType
 
 def _routed_facts(instance: Instance) -> tuple[object, ...]:
     """What the routing table says about an instance and a heartbeat may change."""
-    return instance.status, instance.routed, instance.control_port, instance.adapters
+    return instance.status, instance.routed, instance.alias, instance.control_port, instance.adapters
+
+
+def _changed_by_hand(instance: Instance, role: str, held_s: float | None) -> bool:
+    """Whether somebody has called `activate` or `convert_to_b` since the panel last gave a role. Durations only: the
+    clocks of two hosts differ."""
+    settled = instance.status in (InstanceStatus.ACTIVE, InstanceStatus.STANDBY)
+    if not settled or instance.status == role or held_s is None or instance.role_given_at is None:
+        return False
+    return timezone.now() - timedelta(seconds=held_s) > instance.role_given_at
 
 
 def _take_role(instance: Instance, role: Literal["active", "standby"] | str) -> None:
@@ -310,6 +389,8 @@ def _take_role(instance: Instance, role: Literal["active", "standby"] | str) -> 
     instance.status = InstanceStatus.ACTIVE if active else InstanceStatus.STANDBY
     instance.resume_status = ""
     instance.routed = active
+    instance.alias = ""
+    instance.role_given_at = timezone.now()
 
 
 def _choose_id(proposed: str | None) -> str:

@@ -6,6 +6,7 @@ from django.db import models
 
 __all__ = [
     "LIVE_STATES",
+    "MAX_DRAIN_DEADLINE_S",
     "OUTCOME_TONES",
     "PRECOPY_MODES",
     "STATE_TONES",
@@ -14,14 +15,19 @@ __all__ = [
     "HandoverMode",
     "MigrationState",
     "MigrationType",
+    "MoveWay",
     "RequestOutcome",
     "RoundKind",
     "Step",
 ]
 
 
+#: A day: a job holds both instances as long as it waits.
+MAX_DRAIN_DEADLINE_S = 86400
+
+
 class MigrationType(models.TextChoices):
-    """What becomes of the source when the last request has left it."""
+    """What becomes of the source when the requests have left it that are to move."""
 
     DESTROY_SOURCE = "destroy_source", "Destroy the source"
     PRESERVE_SOURCE = "preserve_source", "Keep the source as warm standby"
@@ -89,6 +95,15 @@ class RequestOutcome(models.TextChoices):
     FINISHED = "finished", "Finished by itself"
     STAYED = "stayed", "Stayed"
     REFUSED = "refused", "Not movable"
+    FILTERED = "filtered", "Kept by the request filter"
+
+
+class MoveWay(models.TextChoices):
+    """How the KV of a request that moved came to the target."""
+
+    BLOCKS = "blocks", "KV blocks copied"
+    STAGED = "staged", "KV blocks kept in host memory until there was room"
+    RECOMPUTE = "recompute", "KV computed again"
 
 
 OUTCOME_TONES: dict[str, str] = {
@@ -97,6 +112,7 @@ OUTCOME_TONES: dict[str, str] = {
     RequestOutcome.FINISHED: "muted",
     RequestOutcome.STAYED: "warning",
     RequestOutcome.REFUSED: "warning",
+    RequestOutcome.FILTERED: "muted",
 }
 
 

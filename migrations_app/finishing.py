@@ -12,7 +12,9 @@ from typing import Literal
 from django.db import transaction
 
 from instances.client import InstanceClient, InstanceError
-from instances.services import hand_service_over
+from instances.models import Instance
+from instances.services import hand_service_over, serve_beside
+from migrations_app import journal
 from migrations_app.choices import EventKind, MigrationState, MigrationType, Step
 from migrations_app.events import record
 from migrations_app.models import MigrationEvent, MigrationJob
@@ -38,7 +40,7 @@ def complete(job: MigrationJob, attempt: int, owner: str) -> None:
         _close_session(source, job, attempt)
         _activate(target, job, attempt)
         _once(job, Step.HANDLE_SOURCE, f"{job.get_migration_type_display()}")
-        trouble = _apply_policy(source, job, attempt)
+        trouble = None if _keeps_source(job) else _apply_policy(source, job, attempt)
     becomes: Literal["standby", "destroyed"] = (
         "destroyed" if job.migration_type == MigrationType.DESTROY_SOURCE else "standby"
     )
@@ -54,9 +56,9 @@ def complete(job: MigrationJob, attempt: int, owner: str) -> None:
         else:
             ended = _end_partly(job, owner, trouble)
         if ended:
-            hand_service_over(job.source_id, job.target_id, becomes)
+            _settle(job, becomes)
             if trouble is None:
-                record(job.id, EventKind.STEP, step=Step.DONE, message=f"{job.target_id} serves now")
+                record(job.id, EventKind.STEP, step=Step.DONE, message=_who_serves(job))
 
 
 def complete_partly(job: MigrationJob, attempt: int, owner: str, stopped: MigrationStopped) -> None:
@@ -70,11 +72,30 @@ def complete_partly(job: MigrationJob, attempt: int, owner: str, stopped: Migrat
         _activate(target, job, attempt)
     with transaction.atomic():
         if _end_partly(job, owner, stopped):
-            hand_service_over(job.source_id, job.target_id, "draining")
+            _settle(job, "draining")
+
+
+def _keeps_source(job: MigrationJob) -> bool:
+    return job.migration_type == MigrationType.KEEP_SOURCE_ACTIVE
+
+
+def _settle(job: MigrationJob, source_becomes: Literal["standby", "destroyed", "draining"]) -> None:
+    if _keeps_source(job):
+        serve_beside(job.source_id, job.target_id)
+    else:
+        hand_service_over(job.source_id, job.target_id, source_becomes)
+
+
+def _who_serves(job: MigrationJob) -> str:
+    if not _keeps_source(job):
+        return f"{job.target_id} serves now"
+    name = Instance.objects.get(pk=job.target_id).alias_name
+    return f"{job.target_id} serves what has moved" + (f"; new requests reach it as {name}" if name else "")
 
 
 def _end_partly(job: MigrationJob, owner: str, stopped: MigrationStopped) -> bool:
-    sentence = f"{stopped.cause}; new requests go to {job.target_id}."
+    where = f"stay on {job.source_id}" if _keeps_source(job) else f"go to {job.target_id}"
+    sentence = f"{stopped.cause}; new requests {where}."
     ended = advance(
         job.id,
         [MigrationState.DRAINING, MigrationState.FINISHING],
@@ -92,7 +113,7 @@ def _end_partly(job: MigrationJob, owner: str, stopped: MigrationStopped) -> boo
 
 def _close_session(source: InstanceClient, job: MigrationJob, attempt: int) -> None:
     try:
-        source.finish(str(job.id), attempt)
+        journal.note_gaps(job.id, source.finish(str(job.id), attempt).get("gaps") or [])
     except InstanceError as error:
         # Nothing hangs on it: the requests have moved, and the session ends with its lease.
         logger.warning("Migration %s: finish: %s", job.id, error.message)

@@ -10,11 +10,19 @@ from typing import Any
 from django.db import transaction
 
 from migrations_app import publisher
-from migrations_app.choices import EventKind, RequestOutcome, RoundKind, Step
+from migrations_app.choices import EventKind, MoveWay, RequestOutcome, RoundKind, Step
 from migrations_app.events import record
 from migrations_app.models import MigrationJob, MigrationRequest, MigrationRound
 
-__all__ = ["note_attached", "note_handed_over", "note_refused", "note_round", "note_round_begin", "settle_unmoved"]
+__all__ = [
+    "note_attached",
+    "note_gaps",
+    "note_handed_over",
+    "note_refused",
+    "note_round",
+    "note_round_begin",
+    "settle_unmoved",
+]
 
 _ROUND_STEPS = {
     RoundKind.FULL: (Step.FULL_TRANSFER, Step.FULL_TRANSFER_DONE),
@@ -104,6 +112,7 @@ def note_handed_over(job_id: uuid.UUID, results: Iterable[Mapping[str, Any]]) ->
             "gap_ms": result.get("gap_ms"),
             "itl_ms": result.get("itl_ms"),
             "stages": result.get("stages") or {},
+            "way": _way(result) if outcome == RequestOutcome.MOVED else "",
         }
         if result.get("tokens") is not None:
             fields["output_tokens"] = int(result["tokens"])
@@ -112,13 +121,26 @@ def note_handed_over(job_id: uuid.UUID, results: Iterable[Mapping[str, Any]]) ->
         row = _store(job_id, str(result["request_id"]), **fields)
         gap = f", its client waited {row.gap_ms:.0f} ms" if row.gap_ms is not None else ""
         reason = f": {row.message}" if row.message else ""
+        how = f" ({row.get_way_display()})" if row.way not in ("", MoveWay.BLOCKS) else ""
         record(
             job_id,
             EventKind.REQUEST,
-            message=f"Request {row.request_id} {outcome.label.lower()}{gap}{reason}",
-            data={"request_id": row.request_id, "outcome": outcome.value, "code": row.code},
+            message=f"Request {row.request_id} {outcome.label.lower()}{how}{gap}{reason}",
+            data={"request_id": row.request_id, "outcome": outcome.value, "code": row.code, "way": row.way},
         )
     _count(job_id)
+
+
+def note_gaps(job_id: uuid.UUID, rows: Iterable[Mapping[str, Any]]) -> None:
+    """What clients saw whose requests waited on the target for room: known only after their handover's answer."""
+    for row in rows:
+        _store(job_id, str(row["request_id"]), gap_ms=row.get("gap_ms"), itl_ms=row.get("itl_ms"))
+
+
+def _way(result: Mapping[str, Any]) -> MoveWay:
+    if result.get("recomputed"):
+        return MoveWay.RECOMPUTE
+    return MoveWay.STAGED if result.get("staged") else MoveWay.BLOCKS
 
 
 def settle_unmoved(job_id: uuid.UUID, listed: Iterable[str] | None) -> None:
@@ -141,7 +163,8 @@ def _store(job_id: uuid.UUID, request_id: str, **fields: Any) -> MigrationReques
 
 
 def _count(job_id: uuid.UUID) -> None:
-    rows = MigrationRequest.objects.filter(job_id=job_id)
+    # What the source's filter keeps was never to move.
+    rows = MigrationRequest.objects.filter(job_id=job_id).exclude(outcome=RequestOutcome.FILTERED)
     moved = rows.filter(outcome=RequestOutcome.MOVED).count()
     MigrationJob.objects.filter(id=job_id).update(total_requests=rows.count(), moved_requests=moved)
     transaction.on_commit(lambda: publisher.job_progressed(job_id), robust=True)

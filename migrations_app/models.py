@@ -19,6 +19,7 @@ from migrations_app.choices import (
     HandoverMode,
     MigrationState,
     MigrationType,
+    MoveWay,
     RequestOutcome,
     RoundKind,
     Step,
@@ -53,10 +54,14 @@ class MigrationJob(models.Model):
     tn = models.PositiveSmallIntegerField(default=2)
     max_increment_rounds = models.PositiveSmallIntegerField(default=8)
     stall_rounds = models.PositiveSmallIntegerField(default=2)
+    #: Seconds that requests without room on the target wait for it, before they move in another way or the job ends.
+    drain_deadline_s = models.FloatField(default=120)
     target_tp = models.PositiveSmallIntegerField(null=True, blank=True)
     target_pp = models.PositiveSmallIntegerField(null=True, blank=True)
     target_gpu_memory_utilization = models.FloatField(null=True, blank=True)
     target_model = models.CharField(max_length=255, blank=True, default="")
+    #: Which requests move, as `selection.Selection.as_json` writes it; empty: all.
+    selection = models.JSONField(default=dict, blank=True)
 
     state = models.CharField(max_length=16, choices=MigrationState, default=MigrationState.PENDING)
     attempt = models.PositiveIntegerField(default=0)
@@ -145,6 +150,8 @@ class MigrationRequest(models.Model):
     output_tokens = models.PositiveIntegerField(default=0)
     kv_blocks = models.PositiveIntegerField(default=0)
     outcome = models.CharField(max_length=16, choices=RequestOutcome, default=RequestOutcome.ATTACHED)
+    #: How it moved; empty as long as it has not.
+    way = models.CharField(max_length=16, choices=MoveWay, blank=True, default="")
     code = models.CharField(max_length=64, blank=True, default="")
     message = models.TextField(blank=True, default="")
     tail_blocks = models.PositiveIntegerField(default=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,7 +11,12 @@ from django.conf import settings
 from instances.client import InstanceClient, InstanceError
 from instances.models import Instance
 from migrations_app.choices import HandoverMode
+from migrations_app.instantiation import engine_of
 from migrations_app.prediction import Estimate, estimate_cost
+from migrations_app.room import Room, choose, sizes
+from migrations_app.selection import Selection
+from migrations_app.selection_checks import filter_check, selection_check
+from migrations_app.wishes import Wishes, problem, shown
 from vllm_plugin.compatibility import Check, Level, compare
 
 __all__ = ["Check", "Preflight", "run_preflight"]
@@ -43,17 +48,34 @@ class Preflight:
         }
 
 
-def run_preflight(source: Instance, target: Instance, mode: str = HandoverMode.ROLLING) -> Preflight:
-    """Asks both instances and compares. Changes nothing; an instance that does not answer is an error in the list."""
+def run_preflight(
+    source: Instance,
+    target: Instance,
+    mode: str = HandoverMode.ROLLING,
+    wishes: Wishes | None = None,
+    *,
+    selection: Selection | None = None,
+    drain_deadline_s: float | None = None,
+) -> Preflight:
+    """Asks both instances and compares. Changes nothing; an instance that does not answer is an error in the list.
+
+    Args:
+        drain_deadline_s: as for the job; None: as the settings say.
+    """
+    if drain_deadline_s is None:
+        drain_deadline_s = settings.VLLM_HI_DRAIN_DEADLINE_S
     checks: list[Check] = []
     statuses: list[dict[str, Any] | None] = []
     requests: list[dict[str, Any]] = []
+    on_target: list[dict[str, Any]] = []
     for side, instance in (("source", source), ("target", target)):
         try:
             with InstanceClient.of(instance) as client:
                 statuses.append(client.status())
                 if side == "source":
                     requests = client.requests()
+                else:
+                    on_target = client.requests()
             answer: tuple[Level, str] = ("ok", "")
         except InstanceError as error:
             statuses.append(None)
@@ -73,10 +95,18 @@ def run_preflight(source: Instance, target: Instance, mode: str = HandoverMode.R
     if left is None or right is None:
         return Preflight(checks)
     checks += [_support("source", left), _support("target", right)]
+    if engine_of(right)["state"] != "up":
+        checks += _without_engine(source, target, wishes or Wishes(), right)
+        return Preflight(checks, estimate_cost(requests, left.get("kv") or {}))
     checks += compare(left.get("factors") or {}, right.get("factors") or {})
+    if selection is not None:
+        checks += selection_check(requests, selection)
+        requests = [row for row in requests if selection.matches(row)]
+    checks += filter_check(left, requests)
     way, probe = _way(source, right, mode)
     estimate = estimate_cost(requests, left.get("kv") or {}, probe)
-    checks += [way, _convergence(estimate), _capacity(estimate, right.get("kv") or {})]
+    movable = [row for row in requests if row.get("migratable")]
+    checks += [way, _convergence(estimate), _capacity(movable, right, on_target, drain_deadline_s)]
     stuck = [row for row in requests if not row.get("migratable")]
     if stuck:
         reason = (stuck[0].get("reason") or {}).get("message", "no reason given")
@@ -86,11 +116,21 @@ def run_preflight(source: Instance, target: Instance, mode: str = HandoverMode.R
                 f"{len(requests) - len(stuck)} of {len(requests)}",
                 "",
                 "warning",
-                f"{len(stuck)} cannot move ({reason}); the source waits for them up to "
-                f"{settings.VLLM_HI_DRAIN_DEADLINE_S:g} s.",
+                f"{len(stuck)} cannot move ({reason}); the source waits for them up to {drain_deadline_s:g} s.",
             )
         )
     return Preflight(checks, estimate)
+
+
+def _without_engine(source: Instance, target: Instance, wishes: Wishes, status: Mapping[str, Any]) -> list[Check]:
+    """What can be said of a target whose engine is still to be brought up. The migration compares the rest after it."""
+    wrong = problem(source, target, wishes)
+    if wrong is not None:
+        return [Check(wrong.code, wrong.source_value, wrong.target_value, "error", wrong.message)]
+    error = str(engine_of(dict(status)).get("error") or "")
+    sizes = f"brought up first, {shown(source, target, wishes)}"
+    remedy = f"Its last start failed: {error}" if error else ""
+    return [Check("target_engine", "up", sizes, "warning" if error else "ok", remedy)]
 
 
 def _equal(name: str, left: object, right: object) -> Check:
@@ -139,13 +179,31 @@ def _convergence(estimate: Estimate) -> Check:
     return Check("convergence", f"writes {written}", f"takes {way}", "warning", remedy)
 
 
-def _capacity(estimate: Estimate, kv: Mapping[str, Any]) -> Check:
-    free = int(kv.get("free_blocks") or 0)
-    # Each request needs its blocks and room to go on.
-    needed = estimate.blocks + estimate.requests
-    enough = free >= needed
-    remedy = "" if enough else "Requests that do not fit stay on the source; give the target more KV cache memory."
-    return Check("free_blocks", f"{needed} needed", f"{free} free", "ok" if enough else "warning", remedy)
+def _capacity(
+    rows: Sequence[dict[str, Any]], target: Mapping[str, Any], on_target: Sequence[dict[str, Any]], deadline_s: float
+) -> Check:
+    """Whether all requests fit at once, and if not, what will happen."""
+    room = Room.of(target, on_target)
+    now, most = sizes(rows, room.block_size)
+    held = f"{_count(len(rows), 'request')} hold {now} blocks now, {most} at most"
+    free = f"{room.free} of {room.total} blocks free"
+    if room.slots < len(rows):
+        free += f", {room.slots:g} run slots"
+    chosen, left = choose(rows, room)
+    if not left:
+        return Check("kv_capacity", held, free, "ok")
+    what = "The target has no room for any of the" if not chosen else f"About {len(chosen)} of the"
+    first = f"{what} {_count(len(rows), 'request')}" + (" move at once, oldest first" if chosen else " now")
+    remedy = (
+        f"{first}; the rest stays on the source and follows as room appears. What is left after {deadline_s:g} s moves "
+        "without room and waits on the target, its KV kept in host memory or computed again. Give the target more KV "
+        "cache memory to avoid that."
+    )
+    return Check("kv_capacity", held, free, "warning", remedy)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _show(value: object) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from instances.templatetags.formats import NO_VALUE, milliseconds, seconds, size, times
-from migrations_app.choices import LIVE_STATES, MigrationState, MigrationType, RequestOutcome, RoundKind
+from migrations_app.choices import LIVE_STATES, MigrationState, MigrationType, MoveWay, RequestOutcome, RoundKind
 from migrations_app.models import MigrationEvent, MigrationJob, MigrationRequest, MigrationRound
 from migrations_app.prediction import Estimate
 from migrations_app.preflight import Check
@@ -14,6 +14,7 @@ from migrations_app.selectors import percentile
 
 __all__ = [
     "Numbers",
+    "can_go_back",
     "estimate",
     "event_lines",
     "numbers",
@@ -96,6 +97,7 @@ def numbers(rounds: Sequence[MigrationRound], requests: Sequence[MigrationReques
             (RequestOutcome.FINISHED, "ended by themselves"),
             (RequestOutcome.STAYED, "stayed"),
             (RequestOutcome.REFUSED, "not movable"),
+            (RequestOutcome.FILTERED, "kept by the filter"),
         )
         if (count := sum(row.outcome == outcome for row in requests))
     ]
@@ -157,7 +159,7 @@ def request_lines(requests: Sequence[MigrationRequest], *, over: bool) -> list[d
             "outcome_word": "Not moved" if left_behind(row) else row.get_outcome_display(),
             "tone": "muted" if left_behind(row) else row.outcome_tone,
             "moved": row.outcome == RequestOutcome.MOVED,
-            "why": row.message or row.code,
+            "why": row.message or row.code or (row.get_way_display() if row.way not in ("", MoveWay.BLOCKS) else ""),
             "prompt_tokens": row.prompt_tokens,
             "output_tokens": row.output_tokens,
             "kv_blocks": row.kv_blocks,
@@ -213,14 +215,18 @@ def result(job: MigrationJob, totals: Numbers) -> dict[str, str]:
     moved, total = job.moved_requests, job.total_requests
     if job.state == MigrationState.DONE:
         title = "Migration done"
+        beside = job.migration_type == MigrationType.KEEP_SOURCE_ACTIVE
         if not moved:
-            text = f"No request had to move{took}. New traffic goes to {job.target_id}."
+            where = job.source_id if beside else job.target_id
+            text = f"No request had to move{took}. New traffic goes to {where}."
         else:
             text = f"{_all_of(moved, total)} moved from {job.source_id} to {job.target_id}{took}.{_felt(totals)}"
         if job.migration_type == MigrationType.PRESERVE_SOURCE:
-            text += f" {job.source_id} is a warm standby now."
+            text += f" {job.source_id} is a standby now."
         elif job.migration_type == MigrationType.DESTROY_SOURCE:
             text += f" {job.source_id} was shut down."
+        elif moved:
+            text += f" {job.source_id} goes on with the others and with new traffic."
         return {"title": title, "sentence": text}
     rest = max(0, total - moved)
     if job.state == MigrationState.PARTIAL:
@@ -234,6 +240,12 @@ def result(job: MigrationJob, totals: Numbers) -> dict[str, str]:
     else:
         text = f"{moved} of {total} requests had moved to {job.target_id}; the others stayed on {job.source_id}."
     return {"title": title, "sentence": text}
+
+
+def can_go_back(job: MigrationJob) -> bool:
+    """Whether what moved could move back now: to the standby, or to the source that went on beside it."""
+    beside = job.migration_type == MigrationType.KEEP_SOURCE_ACTIVE
+    return job.target.status == "active" and job.source.status == ("active" if beside else "standby")
 
 
 def _all_of(moved: int, total: int) -> str:

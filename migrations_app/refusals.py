@@ -6,11 +6,15 @@ import math
 import time
 from dataclasses import dataclass
 
-__all__ = ["LASTING_REFUSALS", "TRANSIENT_REASONS", "Refused"]
+__all__ = ["FILTERED", "FILTER_FAILED", "LASTING_REFUSALS", "ROOM_REFUSALS", "TRANSIENT_REASONS", "Refused"]
+
+#: Reasons of the source's own request filter: it keeps the request; it does not work.
+FILTERED = "filtered"
+FILTER_FAILED = "request_filter_failed"
 
 #: Reasons that pass by themselves: such a request is listed again a moment later.
 TRANSIENT_REASONS = frozenset(
-    {"already_moving", "grammar_not_ready", "incomplete", "preempted", "proxy_unreachable", "seeded_prefill"}
+    {"already_moving", "grammar_not_ready", "incomplete", "preempted", "proxy_unreachable", "seeded_prefill", "staged"}
 )
 #: Seconds after which a request that found no place on the target is tried again: doubled each time up to the second.
 ATTACH_RETRY_S = (0.5, 15.0)
@@ -29,8 +33,11 @@ LASTING_REFUSALS = frozenset(
         "prompt_logprobs",
         "seeded_recompute",
         "server_tools",
+        "target_too_small",
     }
 )
+#: The target has no room now: such a request is tried again as long as there is time, less and less often.
+ROOM_REFUSALS = frozenset({"target_out_of_adapter_slots", "target_out_of_blocks", "target_out_of_run_slots"})
 
 
 @dataclass
@@ -39,6 +46,10 @@ class Refused:
 
     until: float = 0.0
     pause_s: float = ATTACH_RETRY_S[0]
+
+    @property
+    def lasting(self) -> bool:
+        return self.until == math.inf
 
     def again(self, code: str) -> None:
         self.until = math.inf if code in LASTING_REFUSALS else time.monotonic() + self.pause_s

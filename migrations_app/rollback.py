@@ -10,7 +10,7 @@ from instances.client import InstanceClient, InstanceError
 from instances.models import Instance
 from instances.services import restore_after_migration
 from migrations_app import journal
-from migrations_app.choices import LIVE_STATES, EventKind, MigrationState
+from migrations_app.choices import LIVE_STATES, EventKind, MigrationState, MigrationType
 from migrations_app.events import record
 from migrations_app.models import MigrationJob
 from migrations_app.state import TRANSITIONS, advance
@@ -68,6 +68,10 @@ def roll_back(job: MigrationJob, attempt: int, owner: str, stopped: MigrationSto
     journal.settle_unmoved(job.id, listed)
     job.refresh_from_db()
     moved, total = job.moved_requests, job.total_requests
+    # Where the source was to go on, what has moved is served where it is now.
+    beside = bool(moved) and job.migration_type == MigrationType.KEEP_SOURCE_ACTIVE
+    if beside:
+        _activate(job, attempt)
     unwanted = MigrationState.PARTIAL if moved else MigrationState.FAILED
     state = MigrationState.ABORTED if stopped.aborted else unwanted
     sentence = f"{stopped.cause}; {_consequence(job, moved, total, source_lives=listed is not None)}."
@@ -78,7 +82,7 @@ def roll_back(job: MigrationJob, attempt: int, owner: str, stopped: MigrationSto
         ):
             return False
         record(job.id, EventKind.ERROR, message=sentence, data={"code": stopped.code})
-        restore_after_migration(job.source_id, job.target_id)
+        restore_after_migration(job.source_id, job.target_id, target_serves=beside)
     logger.warning("Migration %s %s: %s", job.id, state, sentence)
     return True
 
@@ -90,6 +94,14 @@ def _abort_on(instance: Instance, job_id: str, attempt: int) -> None:
     except InstanceError as error:
         # It undoes everything by itself when its leases run out.
         logger.warning("Migration %s: abort on %s: %s", job_id, instance.vllm_hi_id, error.message)
+
+
+def _activate(job: MigrationJob, attempt: int) -> None:
+    try:
+        with InstanceClient.of(job.target) as client:
+            client.activate(str(job.id), attempt)
+    except InstanceError as error:
+        logger.warning("Migration %s: activate on %s: %s", job.id, job.target_id, error.message)
 
 
 def _listed(source: Instance) -> list[str] | None:

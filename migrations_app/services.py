@@ -9,13 +9,17 @@ from django.conf import settings
 from django.contrib.auth.models import AbstractBaseUser, AnonymousUser
 from django.db import IntegrityError, transaction
 
+from instances.client import InstanceClient, InstanceError
+from instances.life import needs_engine
 from instances.models import Instance
 from instances.selectors import find_instance
 from instances.services import InstanceRefused, refusal_to_migrate, reserve_for_migration, restore_after_migration
-from migrations_app.choices import EventKind, HandoverMode, MigrationState, MigrationType
+from migrations_app.choices import MAX_DRAIN_DEADLINE_S, EventKind, HandoverMode, MigrationState, MigrationType
 from migrations_app.events import record
 from migrations_app.models import MigrationJob
+from migrations_app.selection import Selection
 from migrations_app.state import advance
+from migrations_app.wishes import Wishes, problem
 
 __all__ = ["MigrationRefused", "create_migration", "request_abort"]
 
@@ -49,20 +53,34 @@ def create_migration(
     *,
     mode: str = HandoverMode.ROLLING,
     tn: int = 2,
+    drain_deadline_s: float | None = None,
     target_tp: int | None = None,
     target_pp: int | None = None,
     target_gpu_memory_utilization: float | None = None,
     target_model: str = "",
+    selection: Selection | None = None,
 ) -> MigrationJob:
     """Creates a job, takes both instances for it and hands it to a worker after the commit.
+
+    Args:
+        drain_deadline_s: how long requests without room on the target wait for it; None: as the settings say.
 
     Raises:
         MigrationRefused: 404 `unknown_instance`, 400 `same_instance`, `invalid_request`, 409 `model_mismatch`,
             `migration_in_progress`, `source_not_active`, `target_not_standby`, `instance_unreachable`,
-            `instance_destroyed`, 422 `unsupported_policy`, `topology_change_unsupported`.
+            `instance_destroyed`, 400 `bad_selection`, `api_keys_off`, 422 `selection_needs_keep_source_active`,
+            `topology_change_unsupported`, and for a target without an engine 400 `invalid_request`, 422
+            `too_few_devices`, `heads_not_divisible`, `too_few_layers`, `shared_accelerator`.
     """
     source, target = check_pair(source_id, target_id)
     _check_wishes(migration_type, mode, tn, target, target_tp, target_pp, target_model)
+    wrong = problem(source, target, Wishes(target_tp, target_pp, target_gpu_memory_utilization, target_model))
+    if wrong is not None:
+        status = 400 if wrong.code == "invalid_request" else 422
+        raise MigrationRefused(wrong.code, wrong.message, wrong.param, status)
+    selection = selection or Selection()
+    _check_selection(source, migration_type, selection)
+    _check_deadline(drain_deadline_s)
     try:
         with transaction.atomic():
             reserve_for_migration(source_id, target_id)
@@ -81,10 +99,12 @@ def create_migration(
                 tn=tn,
                 max_increment_rounds=settings.VLLM_HI_MAX_INCR_ROUNDS,
                 stall_rounds=settings.VLLM_HI_INCR_STALL_ROUNDS,
+                drain_deadline_s=settings.VLLM_HI_DRAIN_DEADLINE_S if drain_deadline_s is None else drain_deadline_s,
                 target_tp=target_tp,
                 target_pp=target_pp,
                 target_gpu_memory_utilization=target_gpu_memory_utilization,
                 target_model=target_model,
+                selection=selection.as_json(),
                 created_by_id=user.pk if user is not None and user.is_authenticated else None,
             )
             record(
@@ -138,7 +158,7 @@ def check_pair(source_id: str, target_id: str) -> tuple[Instance, Instance]:
             "target",
             409,
         )
-    for refusal in (refusal_to_migrate(source, "source"), refusal_to_migrate(target, "target")):
+    for refusal in (refusal_to_migrate(source, "source"), refusal_to_migrate(target, "target", source)):
         if refusal is not None:
             raise MigrationRefused(refusal.code, refusal.message, refusal.param, refusal.status)
     return source, target
@@ -186,6 +206,48 @@ def _tell_pages(job: MigrationJob) -> None:
     publisher.job_changed(job.id)
 
 
+def _check_selection(source: Instance, migration_type: str, selection: Selection) -> None:
+    if not selection:
+        return
+    if migration_type != MigrationType.KEEP_SOURCE_ACTIVE:
+        raise MigrationRefused(
+            "selection_needs_keep_source_active",
+            f"A selection leaves requests on the source, and {migration_type} would end or retire it; "
+            "use keep_source_active, or leave the selection out.",
+            "selection",
+            422,
+        )
+    if (problem := selection.problem()) is not None:
+        raise MigrationRefused("bad_selection", problem[1], f"selection.{problem[0]}", 400)
+    if selection.api_key is not None and not _knows_keys(source):
+        raise MigrationRefused(
+            "api_keys_off",
+            f"No request of {source.vllm_hi_id} came with an API key that the proxy knows; "
+            "leave api_key out and select by something else.",
+            "selection.api_key",
+            400,
+        )
+
+
+def _check_deadline(drain_deadline_s: float | None) -> None:
+    if drain_deadline_s is not None and not 0 <= drain_deadline_s <= MAX_DRAIN_DEADLINE_S:
+        raise MigrationRefused(
+            "invalid_request",
+            f"drain_deadline_s must be a number of seconds from 0 to {MAX_DRAIN_DEADLINE_S}.",
+            "drain_deadline_s",
+            400,
+        )
+
+
+def _knows_keys(source: Instance) -> bool:
+    try:
+        with InstanceClient.of(source) as client:
+            return any("api_key" in row for row in client.requests())
+    except InstanceError:
+        # The pre-flight check will say so.
+        return True
+
+
 def _check_wishes(
     migration_type: str, mode: str, tn: int, target: Instance, tp: int | None, pp: int | None, target_model: str
 ) -> None:
@@ -196,17 +258,13 @@ def _check_wishes(
             "migration_type",
             400,
         )
-    if migration_type == MigrationType.KEEP_SOURCE_ACTIVE:
-        raise MigrationRefused(
-            "unsupported_policy",
-            "keep_source_active is not supported yet; use preserve_source or destroy_source.",
-            "migration_type",
-            422,
-        )
     if mode not in HandoverMode.values:
         raise MigrationRefused("invalid_request", f"mode must be one of {', '.join(HandoverMode.values)}.", "mode", 400)
     if tn < 1:
         raise MigrationRefused("invalid_request", "tn must be 1 or more.", "tn", 400)
+    if needs_engine(target):
+        # It is brought up as wished.
+        return
     real: dict[str, Any] = target.topology
     for param, wish, name in (
         ("target_tp", tp, "tensor_parallel_size"),

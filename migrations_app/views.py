@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
+from django.conf import settings
 from django.contrib import messages
 from django.contrib.auth.decorators import login_required
 from django.core.exceptions import PermissionDenied
@@ -15,6 +16,7 @@ from django.views.decorators.http import require_http_methods, require_POST, req
 
 from controlplane.permissions import may_operate
 from instances import selectors as instance_selectors
+from instances.life import needs_engine
 from instances.models import Instance
 from instances.services import refusal_to_migrate
 from migrations_app import presentation, selectors, services
@@ -24,12 +26,14 @@ from migrations_app.choices import (
     TERMINAL_STATES,
     HandoverMode,
     MigrationState,
+    MoveWay,
     RequestOutcome,
 )
 from migrations_app.forms import MigrateForm
 from migrations_app.history import job_lines
 from migrations_app.models import MigrationJob
 from migrations_app.preflight import run_preflight
+from migrations_app.selection import Selection
 
 __all__ = ["abort", "detail", "history", "migrate"]
 
@@ -51,6 +55,7 @@ def _vocabulary() -> dict[str, Any]:
         "outcomes": {
             outcome.value: {"label": str(outcome.label), "tone": OUTCOME_TONES[outcome]} for outcome in RequestOutcome
         },
+        "ways": {way.value: str(way.label) for way in MoveWay if way != MoveWay.BLOCKS},
         "rounds": {str(kind): label for kind, label in presentation.ROUND_LABELS.items()},
     }
 
@@ -88,7 +93,8 @@ def detail(request: HttpRequest, job_id: uuid.UUID) -> HttpResponse:
         "numbers": totals,
         "result": presentation.result(job, totals),
         "vocabulary": _vocabulary(),
-        "can_go_back": done and job.target.status == "active" and job.source.status == "standby",
+        "selection": Selection.of(job.selection).describe(),
+        "can_go_back": done and presentation.can_go_back(job),
         "can_try_again": job.is_terminal and not done and job.source.status == "active",
     }
     return render(request, "migrations_app/detail.html", context)
@@ -121,10 +127,21 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
         wish = form.cleaned_data
         try:
             job = services.create_migration(
-                source.pk, wish["target"], wish["migration_type"], request.user, mode=wish["mode"], tn=wish["tn"]
+                source.pk,
+                wish["target"],
+                wish["migration_type"],
+                request.user,
+                mode=wish["mode"],
+                tn=wish["tn"],
+                target_tp=wish["target_tp"],
+                target_pp=wish["target_pp"],
+                target_gpu_memory_utilization=wish["target_gpu_memory_utilization"],
+                selection=form.selection(),
+                drain_deadline_s=wish["drain_deadline_s"],
             )
         except services.MigrationRefused as error:
-            form.add_error(error.param if error.param in form.fields else None, error.message)
+            param = (error.param or "").removeprefix("selection.")
+            form.add_error(param if param in form.fields else None, error.message)
         else:
             return redirect("migrations:detail", job_id=job.pk)
 
@@ -135,16 +152,25 @@ def migrate(request: HttpRequest, vllm_hi_id: str) -> HttpResponse:
         chosen = valid[0].pk
     target = next((target for target in valid if target.pk == chosen), None)
     mode = request.POST.get("mode", "")
-    preflight = run_preflight(source, target, mode or HandoverMode.ROLLING) if target and not refusal else None
+    valid_form = form.is_bound and form.is_valid()
+    selection = form.selection() if valid_form else Selection()
+    deadline = form.cleaned_data.get("drain_deadline_s") if valid_form else None
+    preflight = None
+    if target and not refusal:
+        preflight = run_preflight(
+            source, target, mode or HandoverMode.ROLLING, selection=selection, drain_deadline_s=deadline
+        )
     context = {
         "source": source,
         "targets": targets,
         "has_valid_target": bool(valid),
+        "some_without_engine": any(needs_engine(target) for target in valid),
         "chosen": chosen,
         "policy": request.POST.get("migration_type", ""),
         "modes": HandoverMode.choices,
         "mode": mode,
         "tn": request.POST.get("tn", 2),
+        "drain_deadline_s": request.POST.get("drain_deadline_s", f"{settings.VLLM_HI_DRAIN_DEADLINE_S:g}"),
         "form": form,
         "refusal": refusal.message if refusal else "",
         "preflight": preflight,

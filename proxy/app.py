@@ -127,6 +127,7 @@ class ProxyApp:
         if raw is None:
             return
         request = parse_request(path, raw)
+        request = request.asking_for(self.routing.served_as(request.model))
         assert self._context is not None
         headers = list(scope["headers"])
         target = path + ("?" + scope["query_string"].decode("latin-1") if scope.get("query_string") else "")

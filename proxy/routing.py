@@ -25,11 +25,12 @@ REDIS_TIMEOUT_S = 5.0
 
 
 class Model(msgspec.Struct, frozen=True):
-    """One served name. `parent`: that of the model an adapter belongs to."""
+    """One served name. `parent`: that of the model an adapter belongs to. `served_as`: what its instances call it."""
 
     max_model_len: int | None = None
     active: list[str] = []
     parent: str | None = None
+    served_as: str | None = None
 
 
 class Instance(msgspec.Struct, frozen=True):
@@ -94,6 +95,11 @@ class Routing:
         self._sending[self.table.version] += 1
         return Route(best, self.table.instances[best].base_url, self.table.version)
 
+    def served_as(self, model: str) -> str:
+        """Returns what the instances call a model: another name where it is asked for at one instance alone."""
+        entry = self.table.models.get(model)
+        return entry.served_as or model if entry is not None else model
+
     def instance_at(self, base_url: str) -> str | None:
         """Returns the id of the instance that answers at `base_url`, None if the table has none."""
         target = base_url.rstrip("/")
@@ -119,7 +125,7 @@ class Routing:
                 "object": "model",
                 "created": 0,
                 "owned_by": "vllm",
-                "root": name,
+                "root": model.served_as or name,
                 "parent": model.parent,
                 "max_model_len": model.max_model_len,
             }

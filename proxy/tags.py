@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from proxy.errors import ApiError
@@ -20,7 +20,7 @@ class ClientRequest:
 
     Attributes:
         path: the route, without a query string.
-        body: the JSON object as the client sent it.
+        body: the JSON object as the client sent it, but for the model's name (`asking_for`).
         model: the served model name.
         streamed: whether the answer is a stream of events.
         wants_token_ids: whether the client itself asked for `return_token_ids`.
@@ -33,6 +33,10 @@ class ClientRequest:
     streamed: bool
     wants_token_ids: bool
     choices: int
+
+    def asking_for(self, model: str) -> ClientRequest:
+        """Returns the request with the name by which instances know the model; it is routed by the client's own."""
+        return self if model == self.model else replace(self, body={**self.body, "model": model})
 
     @property
     def reports_token_ids(self) -> bool:

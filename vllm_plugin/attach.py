@@ -15,6 +15,7 @@ from vllm_plugin.errors import MigrationError
 from vllm_plugin.messages import Expect, Expectation, ExpectedMember
 from vllm_plugin.move import Member, Move
 from vllm_plugin.parsers import parser_names
+from vllm_plugin.request_filter import FILTER_FAILED
 from vllm_plugin.wire import LegOpened, OpenLeg
 
 if TYPE_CHECKING:
@@ -32,9 +33,11 @@ def attach(session: SourceSession, request_ids: list[str] | None) -> dict[str, A
     """Attaches all requests, or those asked for. Those that cannot move say why and are not touched.
 
     Raises:
-        MigrationError: 502 when B is lost.
+        MigrationError: 502 when B is lost, 422 when the request filter fails.
     """
     moves, expectations, refused = session.engine.on_engine(lambda: _choose(session, request_ids))
+    if (broken := next((row for row in refused if row["code"] == FILTER_FAILED), None)) is not None:
+        raise MigrationError(422, FILTER_FAILED, broken["message"], "VLLM_HI_REQUEST_FILTER")
     if moves:
         _expect(session, expectations)
         session.check()

@@ -100,11 +100,13 @@ class ParkedRequest:
 
 @dataclass
 class ParkedStream:
-    """A second leg on B. `members`: by part, None for those that have not arrived yet."""
+    """A second leg on B. `members`: by part, None for those that have not arrived yet. `queued`: it was promised a
+    place in the queue, and no run slot."""
 
     expectation: Expectation
     members: list[ParkedRequest | None]
     prepared_until: float = 0.0
+    queued: bool = False
 
     @property
     def ticket(self) -> str:
@@ -133,8 +135,14 @@ class SchedulerListener(Protocol):
     def producing(self, ticket: str, stream: str, tokens: int, committed_at: float) -> None:
         """A committed request has made its first step here; `tokens` were replayed."""
 
+    def queued(self, ticket: str, stream: str, tokens: int) -> None:
+        """A committed request waits in the queue, and is this instance's from now on; `tokens` were replayed."""
+
     def preempted(self, request_id: str) -> None:
         """A frozen request has lost its blocks; it is in no queue until it is unfrozen."""
+
+    def unstage(self, moves: list[tuple[int, int]], installs: list[dict[str, Any]]) -> None:
+        """Staged requests have blocks: their bytes go from the slots into these, and the model runner hears of them."""
 
     def step_begins(self) -> None:
         """A step is about to be scheduled."""
@@ -202,7 +210,8 @@ class MoveBook:
 
     def promised(self, now: float) -> int:
         """Run slots that requests about to be committed here have been promised."""
-        return sum(len(stream.members) for stream in self.parked.values() if stream.prepared_until > now)
+        prepared = (one for one in self.parked.values() if one.prepared_until > now and not one.queued)
+        return sum(len(stream.members) for stream in prepared)
 
 
 def member_key(request_id: str, stream_id: str) -> tuple[int, int] | None:

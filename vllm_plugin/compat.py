@@ -25,6 +25,7 @@ __all__ = [
     "missing_probes",
     "probes",
     "sampler_fingerprint",
+    "server_function",
     "sleep_while_waiting",
     "vllm_version",
 ]
@@ -42,11 +43,14 @@ if TYPE_CHECKING:
     FullAttentionSpec: Any
     KVCacheManager: Any
     LogprobsLists: Any
+    PauseState: Any
     PrefillStats: Any
     Request: Any
     RequestStatus: Any
     SamplingParams: Any
     Scheduler: Any
+    get_pp_group: Any
+    get_tp_group: Any
     init_logger: Any
 
 #: Our name -> where vLLM keeps it.
@@ -62,11 +66,14 @@ _NAMES = {
     "FullAttentionSpec": "vllm.v1.kv_cache_interface:FullAttentionSpec",
     "KVCacheManager": "vllm.v1.core.kv_cache_manager:KVCacheManager",
     "LogprobsLists": "vllm.v1.outputs:LogprobsLists",
+    "PauseState": "vllm.v1.core.sched.interface:PauseState",
     "PrefillStats": "vllm.v1.metrics.stats:PrefillStats",
     "Request": "vllm.v1.request:Request",
     "RequestStatus": "vllm.v1.request:RequestStatus",
     "SamplingParams": "vllm.sampling_params:SamplingParams",
     "Scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
+    "get_pp_group": "vllm.distributed.parallel_state:get_pp_group",
+    "get_tp_group": "vllm.distributed.parallel_state:get_tp_group",
     "init_logger": "vllm.logger:init_logger",
 }
 
@@ -76,6 +83,7 @@ _PATHS = {
     "AsyncMPClient": "vllm.v1.engine.core_client:AsyncMPClient",
     "BlockPool": "vllm.v1.core.block_pool:BlockPool",
     "LoRARequest": "vllm.lora.request:LoRARequest",
+    "ModelConfig": "vllm.config:ModelConfig",
     "NewRequestData": "vllm.v1.core.sched.output:NewRequestData",
     "RequestQueue": "vllm.v1.core.sched.request_queue:RequestQueue",
     "StructuredOutputManager": "vllm.v1.structured_output:StructuredOutputManager",
@@ -85,6 +93,9 @@ _PATHS = {
 
 #: The code that turns random state into tokens, for the V1 and the V2 runner.
 _SAMPLERS = ("vllm.v1.sample.ops.topk_topp_sampler", "vllm.v1.worker.gpu.sample.gumbel")
+
+#: Where `vllm serve` finds the parts of its server.
+_SERVER_MODULES = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 
 #: The method by which the API server reaches the plugin's half in the engine core (v1/engine/core.py looks
 #: utilities up by name).
@@ -164,6 +175,7 @@ _PROBES: dict[str, Probe] = {
     "scheduler.schedule": _method("Scheduler", "schedule"),
     "scheduler.has_requests": _method("Scheduler", "has_requests"),
     "scheduler.get_request_counts": _method("Scheduler", "get_request_counts"),
+    "scheduler.set_pause_state": _method("Scheduler", "set_pause_state", "pause_state"),
     "scheduler.attributes": _assigns(
         "Scheduler",
         "requests",
@@ -187,6 +199,7 @@ _PROBES: dict[str, Probe] = {
     "scheduler.request_queue": _members("RequestQueue", "prepend_request", "remove_requests", "__len__", "__iter__"),
     "scheduler.defer_block_free": _assigns("Scheduler", "defer_block_free", "deferred_frees", "sched_step_seq"),
     "scheduler.finished_req_ids": _assigns("Scheduler", "finished_req_ids"),
+    "model_config.heads": _members("ModelConfig", "get_num_attention_heads", "get_total_num_kv_heads", "use_mla"),
     "vllm_config.max_concurrent_batches": _members("VllmConfig", "max_concurrent_batches"),
     # v1/request.py
     "request.next_decode_eligible_step": _assigns("Request", "next_decode_eligible_step"),
@@ -305,6 +318,20 @@ def vllm_version() -> str:
     """The version that vLLM reports of itself."""
     version: str = importlib.import_module("vllm.version").__version__
     return version
+
+
+def server_function(name: str) -> Any:
+    """`setup_server` or `run_server_worker` of vLLM's API server, which moved with 0.32.
+
+    Raises:
+        RuntimeError: this vLLM has none.
+    """
+    for module in _SERVER_MODULES:
+        try:
+            return resolve(f"{module}:{name}")
+        except (ImportError, AttributeError):
+            continue
+    raise RuntimeError(f"this vLLM has no {name}")
 
 
 def sampler_fingerprint() -> str:

@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import quote, unquote
 
+from vllm_plugin import topology
+
 __all__ = ["FACTORS", "Check", "Factor", "Level", "adapters_text", "compare", "parse_adapters", "refusal", "warnings"]
 
 Level = Literal["ok", "warning", "error"]
 #: equal: the same text. at_least: the target's number is not below the source's. superset: the target has each adapter
-#: of the source, with the same content.
-Rule = Literal["equal", "at_least", "superset"]
+#: of the source, with the same content. remapped: blocks can be copied between the two sizes.
+Rule = Literal["equal", "at_least", "superset", "remapped"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One compared thing. `remedy` is one sentence, empty when `level` is "ok"."""
+    """One compared thing. `remedy` is one sentence about a difference: what to do about it, or, where `level` is "ok",
+    what is done about it; else empty."""
 
     name: str
     source_value: str
@@ -57,6 +60,7 @@ FACTORS: tuple[Factor, ...] = (
     Factor("block_size", "error", "Start the target with the same --block-size as the source."),
     Factor("kv_groups", "error", "Both instances must lay out their KV cache alike: same model, same vLLM release."),
     Factor("kv_block_shape", "error", "Both instances need the same KV block shape: same --block-size, same release."),
+    Factor("heads", "error", "Start both instances from the same model."),
     Factor("runner", "error", "Both instances must use the same model runner: set VLLM_USE_V2_MODEL_RUNNER alike."),
     Factor("rng", "error", "Seeded requests would go on differently: use the same device type, runner and release."),
     Factor(
@@ -81,8 +85,18 @@ FACTORS: tuple[Factor, ...] = (
     Factor(
         "max_model_len", "error", "Start the target with a --max-model-len that is not below the source's.", "at_least"
     ),
-    Factor("tensor_parallel_size", "error", "Start the target with the same --tensor-parallel-size as the source."),
-    Factor("pipeline_parallel_size", "error", "Start the target with the same --pipeline-parallel-size as the source."),
+    Factor(
+        "tensor_parallel_size",
+        "error",
+        "Start the target with a --tensor-parallel-size that divides the model's attention heads and KV heads.",
+        "remapped",
+    ),
+    Factor(
+        "pipeline_parallel_size",
+        "error",
+        "Start the target with a --pipeline-parallel-size that is not above the model's layers.",
+        "remapped",
+    ),
     Factor(
         "vllm_version",
         "warning",
@@ -137,6 +151,9 @@ def _check(factor: Factor, source: Mapping[str, Any], target: Mapping[str, Any])
     left, right = source.get(factor.name), target.get(factor.name)
     if left == right or _fits(factor.rule, left, right):
         return Check(factor.name, _show(left), _show(right), "ok")
+    if factor.rule == "remapped" and topology.can_run(source) and topology.can_run(target):
+        words = topology.in_words(source, target, factor.name)
+        return Check(factor.name, _show(left), _show(right), "ok", words)
     return Check(factor.name, _show(left), _show(right), factor.level, factor.remedy)
 
 

@@ -33,7 +33,7 @@ def export(rows: Sequence[torch.Tensor]) -> list[SharedLayer]:
     """Handles by which another process on this host can map these layers.
 
     Args:
-        rows: of each layer, uint8 [blocks, bytes of a block].
+        rows: of each layer, uint8 [blocks, bytes of a block]; the rows of a part of a layer lie further apart.
 
     Raises:
         ProtocolError: `transport_unavailable`, with what the allocator says.
@@ -60,22 +60,24 @@ def _share(layer: torch.Tensor) -> SharedLayer:
     )
 
 
-def mapped_layers(gpu: str, layers: Sequence[SharedLayer], sizes: Sequence[int]) -> list[torch.Tensor]:
+def mapped_layers(
+    gpu: str, layers: Sequence[SharedLayer], sizes: Sequence[int], strides: Sequence[int]
+) -> list[torch.Tensor]:
     """Maps another process's layers: uint8 [blocks, bytes of a block] each.
 
     Args:
-        gpu: where they lie (`gpu_of`). sizes: bytes of one block of each.
+        gpu: where they lie (`gpu_of`). sizes: bytes of one block of each. strides: from one block to the next.
 
     Raises:
         ProtocolError: `transport_unavailable`; `size_mismatch` for another number of layers.
     """
-    if len(layers) != len(sizes):
+    if not len(layers) == len(sizes) == len(strides):
         raise ProtocolError("size_mismatch", f"{len(layers)} layers were shared, {len(sizes)} are needed")
     indexes = [index for index in range(torch.cuda.device_count()) if _uuid(index) == gpu]
     if not indexes:
         raise ProtocolError("transport_unavailable", "the source's GPU is not visible to the target")
     try:
-        return [_map(indexes[0], layer, size) for layer, size in zip(layers, sizes, strict=True)]
+        return [_map(indexes[0], *layer) for layer in zip(layers, sizes, strides, strict=True)]
     except RuntimeError as error:
         text = f"the source's GPU memory cannot be mapped: {_first_line(error)}"
         raise ProtocolError("transport_unavailable", text) from error
@@ -85,17 +87,17 @@ def _uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
-def _map(device: int, layer: SharedLayer, size: int) -> torch.Tensor:
+def _map(device: int, layer: SharedLayer, size: int, stride: int) -> torch.Tensor:
     torch.cuda.init()
     storages: Any = torch.UntypedStorage
     storage = storages._new_shared_cuda(
         *(device, layer.handle, layer.size, layer.offset),
         *(layer.counter, layer.counter_offset, layer.event, layer.event_required),
     )
-    if layer.start + layer.blocks * size > storage.nbytes():
+    if layer.start + (layer.blocks - 1) * stride + size > storage.nbytes():
         raise RuntimeError("the layer is larger than the memory that was shared")
     whole = torch.empty(0, dtype=torch.uint8, device=f"cuda:{device}")
-    return whole.set_(storage, layer.start, (layer.blocks, size), (size, 1))
+    return whole.set_(storage, layer.start, (layer.blocks, size), (stride, 1))
 
 
 class Mapped:

@@ -19,6 +19,7 @@ from vllm_plugin.messages import Answer
 from vllm_plugin.receiving import Receiver
 from vllm_plugin.sending import Sender
 from vllm_plugin.switching import SWITCHING
+from vllm_plugin.topology import Place
 from vllm_plugin.wire import FrameSocket, ProtocolError
 
 __all__ = ["DEFAULT_BYTES_PER_S", "DataServer"]
@@ -57,7 +58,10 @@ class DataServer:
         self._bytes_per_s = bytes_per_s
         self._receiver = Receiver(cache, backend, bytes_per_s)
         self._lock = threading.Lock()
-        self._senders: dict[str, Sender] = {}
+        #: By session, and host and port of the worker that takes the blocks.
+        self._senders: dict[tuple[str, str, int], Sender] = {}
+        #: What a block took on the way to a worker (host, port) when that was measured.
+        self._block_s: dict[tuple[str, int], float] = {}
         self._listener = socket.create_server((host, port))
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="vllm-hi-data", daemon=True).start()
@@ -109,7 +113,7 @@ class DataServer:
                 self._receiver.allow(message.session)
                 frames.send(Answer(message.call, True))
             elif isinstance(message, RevokeSession):
-                self._drop_sender(message.session)
+                self._drop_senders(message.session)
                 self._receiver.revoke(message.session)
                 SWITCHING.release(message.session)
                 frames.send(Answer(message.call, True))
@@ -126,29 +130,40 @@ class DataServer:
                 sent = sender.send(push.source_blocks, push.target_blocks, push.owners, push.urgent, push.open)
                 transport = sender.transport
         except (OSError, ProtocolError) as error:
-            self._drop_sender(push.session)
+            # Only its own: those to other workers may be in the middle of something. The session ends with it.
+            self._drop_senders(push.session, push.host, push.port)
             return Pushed(push.call, False, message=str(error) or type(error).__name__)
         return Pushed(push.call, True, sent, generators, transport=transport)
 
     def _sender(self, push: Push) -> Sender:
+        key = push.session, push.host, push.port
         with self._lock:
-            sender = self._senders.get(push.session)
+            sender = self._senders.get(key)
         if sender is None:
-            sender = self._dialled(push.session, push.host, push.port)
+            sender = self._dialled(*key, push.source_places, push.target_places)
+            sender.block_s = self._block_s.get((push.host, push.port), 0.0)
             SWITCHING.hold(push.session)
             with self._lock:
-                self._senders[push.session] = sender
+                self._senders[key] = sender
             logger.info("session %s: blocks travel by %s %s", push.session, sender.transport, sender.reason)
         return sender
 
-    def _dialled(self, session: str, host: str, port: int) -> Sender:
+    def _dialled(
+        self,
+        session: str,
+        host: str,
+        port: int,
+        source: tuple[Place, ...] = (),
+        target: tuple[Place, ...] = (),
+    ) -> Sender:
         dial = partial(FrameSocket.dial, host, port, self._token, "worker", self._name)
-        return Sender(self._cache, dial, session, self._backend, self._bytes_per_s)
+        return Sender(self._cache.cut(source), dial, session, self._backend, self._bytes_per_s, target)
 
-    def _drop_sender(self, session: str) -> None:
+    def _drop_senders(self, *which: str | int) -> None:
+        """Those of a session, or the one to a host and port."""
         with self._lock:
-            sender = self._senders.pop(session, None)
-        if sender is not None:
+            dropped = [self._senders.pop(key) for key in list(self._senders) if key[: len(which)] == which]
+        for sender in dropped:
             sender.close()
 
     def _probe(self, probe: Probe) -> Probed:
@@ -160,4 +175,5 @@ class DataServer:
                 sender.close()
         except (OSError, ProtocolError) as error:
             return Probed(probe.call, False, message=str(error) or type(error).__name__)
+        self._block_s[probe.host, probe.port] = found.block_s
         return Probed(probe.call, True, found.transport, found.reason, found.bytes_per_s, found.block_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from vllm_plugin.messages import Answer
+from vllm_plugin.topology import Place
 from vllm_plugin.wire import ProtocolError
 
 __all__ = [
@@ -50,7 +51,8 @@ class Push(msgspec.Struct, tag="push"):
 
     `owners`: for each block a number of the request that it belongs to, the same in all pushes. `urgent`: requests are
     frozen and wait for it. `open`: (source, target, owner) of blocks that A still writes; over a slow link they are
-    sent ahead, and later only what has changed in them.
+    sent ahead, and later only what has changed in them. `source_places`, `target_places`: what of each block, where the
+    two workers are cut differently (`vllm_plugin.topology`); the same in all pushes to one worker.
     """
 
     call: int
@@ -63,6 +65,8 @@ class Push(msgspec.Struct, tag="push"):
     owners: list[int] = []
     urgent: bool = False
     open: list[tuple[int, int, int]] = []
+    source_places: tuple[Place, ...] = ()
+    target_places: tuple[Place, ...] = ()
 
 
 class Pushed(msgspec.Struct, tag="pushed"):
@@ -101,7 +105,8 @@ class Reach(msgspec.Struct, tag="reach"):
 
     `host`: equal on both sides where one can read the other's memory by process id. `backend`: what A's operator asks
     for, "" for the fastest. `bytes_per_s`: A's limit. `device`: kind of memory that A's cache lies in, as torch names
-    it.
+    it. `places`: what of each block of B this connection is for, none for all of it; "layer" and "block" mean just that
+    in all later messages. `session` is "" where nothing is to be written.
     """
 
     session: str
@@ -110,6 +115,7 @@ class Reach(msgspec.Struct, tag="reach"):
     backend: str
     bytes_per_s: float
     device: str = "cpu"
+    places: tuple[Place, ...] = ()
 
 
 class SharedLayer(msgspec.Struct):
@@ -128,8 +134,8 @@ class SharedLayer(msgspec.Struct):
 
 
 class Offer(msgspec.Struct, tag="offer"):
-    """Worker A -> worker B, for transports by which B reads A's memory: addresses of block 0 of each layer and bytes of
-    one block of each.
+    """Worker A -> worker B, for transports by which B reads A's memory: addresses of block 0 of each layer, bytes of
+    one block of each, and bytes from one block to the next.
 
     For `memory`, `check` lies at `check_address`: B reads it to see whether it can. For `rdma`, `agent` is what NIXL
     needs to know of A's agent. For `cuda_ipc`, `layers` lie on the GPU `gpu`, or `refusal` says why they cannot be
@@ -138,6 +144,7 @@ class Offer(msgspec.Struct, tag="offer"):
 
     addresses: list[int]
     sizes: list[int]
+    strides: list[int]
     check_address: int = 0
     check: bytes = b""
     agent: bytes = b""
@@ -157,9 +164,11 @@ class Reached(msgspec.Struct, tag="reached"):
 
 
 class Measure(msgspec.Struct, tag="measure"):
-    """Worker A -> worker B: take these blocks of A to nowhere. Over TCP their bytes follow. Answered by `Written`."""
+    """Worker A -> worker B: take these blocks of A, with `sizes` bytes in each layer, to nowhere. Over TCP their bytes
+    follow. Answered by `Written`."""
 
     blocks: list[int]
+    sizes: list[int]
 
 
 class Write(msgspec.Struct, tag="write"):

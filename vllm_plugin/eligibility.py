@@ -14,7 +14,7 @@ from vllm_plugin.book import StreamRecord
 __all__ = ["prompt_digest", "queueing_digest", "refusal", "sampling_digest"]
 
 #: Codes that pass by themselves: the same request can be asked about again a moment later.
-TRANSIENT = frozenset({"grammar_not_ready", "incomplete", "preempted", "proxy_unreachable", "seeded_prefill"})
+TRANSIENT = frozenset({"grammar_not_ready", "incomplete", "preempted", "proxy_unreachable", "seeded_prefill", "staged"})
 
 
 def refusal(

@@ -6,14 +6,13 @@ here. vLLM's own `--api-key` guards only the inference routes: it neither protec
 
 from __future__ import annotations
 
-import hmac
+import asyncio
 import logging
 import multiprocessing
 import os
-import re
 import signal
 from argparse import Namespace
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,8 +25,11 @@ from starlette.background import BackgroundTask
 from starlette.datastructures import State
 
 from vllm_plugin import compat
+from vllm_plugin.calls import Call, CallRefused, Handler, Name, bad_field, guarded, read_body
+from vllm_plugin.engine_arguments import Instantiate
 from vllm_plugin.flags import ENDPOINT_PLUGIN
 from vllm_plugin.front_end import FrontEnd
+from vllm_plugin.keeper import Keeper
 from vllm_plugin.registration import Registration, gather_facts, identity
 from vllm_plugin.settings import PluginSettings, migration_requested
 from vllm_plugin.warmup import warm_up
@@ -36,22 +38,8 @@ __all__ = ["MigrationEndpoints", "create"]
 
 logger = logging.getLogger("vllm.vllm_hi")
 
-MAX_BODY = 1024 * 1024
-
-_FIELD_PATH = re.compile(r"at `\$\.([^`]+)`")
-_FIELD_NAME = re.compile(r"field `([^`]+)`")
-
 Seconds = Annotated[float, msgspec.Meta(ge=1, le=600)]
-Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
-Handler = Callable[[Request], Awaitable[JSONResponse]]
-
-
-class Call(msgspec.Struct, forbid_unknown_fields=True):
-    """Every migration call says on behalf of which attempt of which job it comes."""
-
-    job: Name
-    attempt: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Peer(msgspec.Struct, forbid_unknown_fields=True):
@@ -81,7 +69,7 @@ class Round(Call):
 class Handover(Call):
     request_ids: list[Name] | None = None
     wave: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
-    mode: Literal["rolling", "stop_and_copy", "recompute"] = "rolling"
+    mode: Literal["rolling", "stop_and_copy", "recompute", "staged", "queued"] = "rolling"
 
 
 class Probe(msgspec.Struct, forbid_unknown_fields=True):
@@ -89,6 +77,21 @@ class Probe(msgspec.Struct, forbid_unknown_fields=True):
 
     host: Name
     data_ports: Annotated[list[Port], msgspec.Meta(min_length=1, max_length=1024)]
+
+
+class Collect(Call):
+    """One round by hand. The first one opens the session with `peer`, as `receive` on the target names it."""
+
+    mode: Literal["full", "incremental"]
+    peer: Peer | None = None
+    request_ids: list[Name] | None = None
+    lease_s: Seconds = 120.0
+
+
+class Pause(Call):
+    """`deadline_s`: after that the requests go on by themselves."""
+
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, le=60)] = 5.0
 
 
 class Lease(Call):
@@ -108,25 +111,11 @@ _CALLS: dict[str, type[msgspec.Struct]] = {
     "activate": Call,
     "convert_to_b": Call,
     "destroy": Call,
+    "collect": Collect,
+    "pause": Pause,
+    "resume": Call,
+    "receive": Call,
 }
-
-#: Calls of other releases of the protocol -> what to use.
-_NOT_YET = {
-    "collect": "Rounds are driven by POST /vllm_hi/migration/round.",
-    "pause": "Requests are handed over one by one by POST /vllm_hi/migration/handover.",
-    "resume": "A migration is undone by POST /vllm_hi/migration/abort.",
-    "instantiate": "Start the standby with vllm serve --vllm-hi-type B.",
-    "receive": "Blocks arrive from worker to worker.",
-}
-
-
-class CallRefused(Exception):
-    """A call that is answered with an error of our shape."""
-
-    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"code": code, "message": message, "param": param}}
 
 
 @dataclass
@@ -140,6 +129,8 @@ class MigrationEndpoints:
     engine_core: Any = None
     registration: Registration | None = None
     front_end: FrontEnd | None = None
+    keeper: Keeper | None = None
+    parallel: dict[str, int] = field(default_factory=dict)
 
     def attach_router(self, app: FastAPI) -> None:
         if self.settings is None:
@@ -149,8 +140,7 @@ class MigrationEndpoints:
         self._route(router, "GET", "/requests", self._requests)
         for operation, body in _CALLS.items():
             self._route(router, "POST", f"/migration/{operation}", self._migration_call(operation, body))
-        for operation, remedy in _NOT_YET.items():
-            self._route(router, "POST", f"/migration/{operation}", self._not_yet(operation, remedy))
+        self._route(router, "POST", "/migration/instantiate", self._instantiate)
         if self.settings.enable_faults:
             self._route(router, "POST", "/faults", self._faults)
         app.include_router(router)
@@ -163,9 +153,18 @@ class MigrationEndpoints:
         self.missing_probes = compat.missing_probes()
         self.front_end = FrontEnd(engine_client, state, args)
         facts = gather_facts(self.settings, args, engine_client.vllm_config)
+        self.keeper = Keeper.from_env()
+        self.parallel = {name: facts.topology[name] for name in ("tensor_parallel_size", "pipeline_parallel_size")}
         self.registration = Registration(
-            self.settings, facts, self.status, lambda: _listening(state), warm_up=partial(warm_up, engine_client)
+            self.settings,
+            facts,
+            self.status,
+            lambda: _listening(state),
+            warm_up=partial(warm_up, engine_client),
+            registered=self.keeper.registered if self.keeper else None,
         )
+        if self.keeper is not None:
+            self.registration.vllm_hi_id = self.keeper.vllm_hi_id
 
     async def status(self) -> dict[str, Any]:
         """What the engine says about itself, and who this instance is. The engine is told what only we know.
@@ -187,6 +186,18 @@ class MigrationEndpoints:
             "vllm_hi_id": self.registration.vllm_hi_id if self.registration else None,
             "instance_type": self.settings.instance_type,
             "served_model_name": facts.served_model_name if facts else None,
+            "engine": self._engine_state(),
+        }
+
+    def _engine_state(self) -> dict[str, Any]:
+        """As of a standby (`Standby.engine`): it is up once it has warmed up and the panel knows it."""
+        starting = self.keeper is not None and not self.keeper.announced
+        ending = self.keeper is not None and self.keeper.ending
+        return {
+            "state": "stopping" if ending else "instantiating" if starting else "up",
+            "percent": 95 if starting else 100,
+            "phase": "warming up" if starting else "",
+            "error": "",
         }
 
     def _lifespan(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -197,33 +208,23 @@ class MigrationEndpoints:
             async with original(app) as state:
                 if self.registration is not None:
                     self.registration.start()
+                telling = None
+                if self.keeper is not None:
+                    telling = asyncio.create_task(self.keeper.tell_when_listening(lambda: _listening(app.state)))
                 try:
                     yield state
                 finally:
+                    if telling is not None:
+                        telling.cancel()
                     if self.registration is not None:
-                        await self.registration.stop()
+                        # What becomes of a kept engine's instance is for the standby to say.
+                        await self.registration.stop(goodbye=False if self.keeper else None)
 
         return lifespan
 
     def _route(self, router: APIRouter, method: str, path: str, handler: Handler) -> None:
-        async def guarded(request: Request) -> JSONResponse:
-            try:
-                self._authenticate(request)
-                return await handler(request)
-            except CallRefused as refusal:
-                headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
-                return JSONResponse(refusal.body, refusal.status, headers)
-
-        router.add_api_route(path, guarded, methods=[method])
-
-    def _authenticate(self, request: Request) -> None:
         assert self.settings is not None
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        # Both sides as bytes: compare_digest refuses text that is not ASCII.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(token.encode(), self.settings.token.encode()):
-            raise CallRefused(
-                401, "wrong_token", "Send the join token (VLLM_HI_TOKEN) as Authorization: Bearer.", "Authorization"
-            )
+        router.add_api_route(path, guarded(self.settings.token, handler), methods=[method])
 
     async def _status(self, request: Request) -> JSONResponse:
         return JSONResponse(await self.status())
@@ -232,32 +233,59 @@ class MigrationEndpoints:
         return JSONResponse(await self._engine("requests", {}))
 
     async def _faults(self, request: Request) -> JSONResponse:
-        body = await _body(request)
+        body = await read_body(request)
         try:
             faults = msgspec.json.decode(body, type=dict[str, Any])
         except msgspec.MsgspecError as error:
-            raise _bad_field(error) from error
+            raise bad_field(error) from error
         return JSONResponse(await self._engine("faults", faults))
 
     def _migration_call(self, operation: str, body_type: type[msgspec.Struct]) -> Handler:
         async def call(request: Request) -> JSONResponse:
-            body = await _body(request)
+            body = await read_body(request)
             try:
                 payload = msgspec.to_builtins(msgspec.json.decode(body, type=body_type))
             except msgspec.MsgspecError as error:
-                raise _bad_field(error) from error
+                raise bad_field(error) from error
             answer = await self._engine(operation, payload)
+            if operation == "receive":
+                answer["peer"] |= self._address()
             # After the answer is on its way, so that the caller hears it.
-            ending = BackgroundTask(end_server) if operation == "destroy" else None
-            return JSONResponse(answer, background=ending)
+            return JSONResponse(answer, background=self._afterwards(operation))
 
         return call
 
-    def _not_yet(self, operation: str, remedy: str) -> Handler:
-        async def refuse(request: Request) -> JSONResponse:
-            raise CallRefused(501, "not_yet", f"This version has no call {operation!r} of its own. {remedy}")
+    def _afterwards(self, operation: str) -> BackgroundTask | None:
+        if operation == "destroy":
+            if self.keeper is not None:
+                self.keeper.destroyed()
+            return BackgroundTask(end_server)
+        cold = self.settings is not None and self.settings.standby == "cold"
+        if operation == "convert_to_b" and cold and self.keeper is not None:
+            return BackgroundTask(self.keeper.put_down)
+        return None
 
-        return refuse
+    async def _instantiate(self, request: Request) -> JSONResponse:
+        """The engine is up: only what is already so can be wished."""
+        try:
+            wish = msgspec.json.decode(await read_body(request), type=Instantiate)
+        except msgspec.MsgspecError as error:
+            raise bad_field(error) from error
+        if self.keeper is not None and self.keeper.ending:
+            raise CallRefused(409, "engine_busy", "The engine is just being put down: try again.")
+        for name, real in self.parallel.items():
+            wished = getattr(wish, name)
+            if wished not in (None, real):
+                raise CallRefused(409, "engine_up", f"The engine is up with {name} {real}, not {wished}.", name)
+        return JSONResponse({"engine": self._engine_state()})
+
+    def _address(self) -> dict[str, Any]:
+        """What a source has to know of this instance beside its control port."""
+        facts = self.registration.facts if self.registration else None
+        return {
+            "vllm_hi_id": (self.registration.vllm_hi_id if self.registration else None) or "by-hand",
+            "base_url": f"http://{facts.ip}:{facts.port}" if facts else None,
+        }
 
     async def _engine(self, operation: str, payload: dict[str, Any]) -> dict[str, Any]:
         """Runs an operation of the plugin's half in the engine core and returns its answer.
@@ -304,24 +332,6 @@ def end_server() -> None:
     target = os.getpid() if multiprocessing.parent_process() is None else os.getppid()
     logger.info("vLLM-HI: this instance was asked to destroy itself")
     os.kill(target, signal.SIGTERM)
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY:
-            raise CallRefused(413, "body_too_large", f"The body may have {MAX_BODY} bytes at most.")
-    return bytes(body)
-
-
-def _bad_field(error: msgspec.MsgspecError) -> CallRefused:
-    text = str(error)
-    name = _FIELD_NAME.search(text)
-    path = _FIELD_PATH.search(text)
-    parts = [match.group(1) for match in (path, name) if match]
-    param = ".".join(parts) or None
-    return CallRefused(400, "bad_field", f"{param or 'The body'}: {text}; see the protocol for this call.", param)
 
 
 def _status_without_engine(instance_type: str, missing_probes: list[str]) -> dict[str, Any]:

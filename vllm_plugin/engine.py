@@ -21,17 +21,22 @@ from typing import Any, TypeVar
 
 from vllm_plugin import eligibility, facts
 from vllm_plugin.book import StreamRecord
+from vllm_plugin.by_hand import Pause
 from vllm_plugin.compat import ENGINE_PUMP, EngineCoreRequestType, RequestStatus
 from vllm_plugin.errors import MigrationError
 from vllm_plugin.faults import Faults
 from vllm_plugin.link import Link
 from vllm_plugin.messages import Answer, FirstStep, OpenSession, decode_peer
 from vllm_plugin.operations import answer
+from vllm_plugin.request_filter import FILTER_FAILED, RequestFilter
+from vllm_plugin.rows import request_row
 from vllm_plugin.scheduler import MigrationScheduler
 from vllm_plugin.settings import PluginSettings
 from vllm_plugin.source import SourceSession
+from vllm_plugin.staging import Staging
 from vllm_plugin.states import RECOMPUTE_PATIENCE_S
 from vllm_plugin.target import TargetSession, open_session
+from vllm_plugin.topology import Layout, TopologyRefused, layout_of
 from vllm_plugin.wire import (
     Auth,
     Discarded,
@@ -81,7 +86,7 @@ class MigrationEngine:
     def __init__(self, core: Any) -> None:
         self.core = core
         self.settings = PluginSettings.from_env()
-        self.role = "active" if self.settings.instance_type == "A" else "standby"
+        self.take_role("active" if self.settings.instance_type == "A" else "standby")
         self.faults = Faults()
         self.proxies: dict[str, Link] = {}
         self.source: SourceSession | None = None
@@ -92,8 +97,10 @@ class MigrationEngine:
         # One operation of a session after the other; the engine thread never waits for them.
         self.sessions = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-hi-session")
         self.aborts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm-hi-abort")
+        self.request_filter = RequestFilter(self.settings.request_filter)
+        self.pause = Pause(self)
         self.unsupported = facts.unsupported(core)
-        self.workers = Workers([], self.settings.bind, self.settings.token)
+        self.workers = Workers([], Layout(0, ()), self.settings.bind, self.settings.token)
         self.control_port = 0
         self.factors: dict[str, str] = {}
         #: Fingerprints of the LoRA adapters that the API server serves now, by name.
@@ -110,8 +117,12 @@ class MigrationEngine:
         infos = self.core.collective_rpc(
             "vllm_hi_start", args=(settings.token, settings.bind, settings.data_port, cpus, *transfer)
         )
-        self.workers = Workers(infos, settings.bind, settings.token)
+        layout = self._layout(infos)
+        if layout is None:
+            return
+        self.workers = Workers(infos, layout, settings.bind, settings.token)
         self.factors = facts.factors(self.core, infos)
+        self._start_staging()
         listener = socket.create_server((settings.bind, settings.control_port))
         self.control_port = listener.getsockname()[1]
         self.name = f"{settings.bind}:{self.control_port}"
@@ -120,10 +131,41 @@ class MigrationEngine:
         threading.Thread(target=self._watch, name="vllm-hi-watch", daemon=True).start()
         logger.info("migration is available; control port %d", self.control_port)
 
+    def _layout(self, infos: list[dict[str, Any]]) -> Layout | None:
+        """What of a block lies on which worker; None where that cannot be said, and nothing can be migrated."""
+        for refusal in (info["refusal"] for info in infos if "refusal" in info):
+            # Tokens before heads, for one: then a range of heads is in many pieces.
+            text = "migration is not available on this instance: %s; start it with VLLM_KV_CACHE_LAYOUT=LBHNC"
+            logger.warning(text, refusal)
+            self.unsupported = ["contiguous_kv_blocks"]
+            return None
+        try:
+            return layout_of(infos, self.scheduler.block_size, facts.heads(self.core)[1])
+        except TopologyRefused as error:
+            logger.warning("migration is not available on this instance: %s", error.message)
+            self.unsupported = ["known_kv_head_ranges"]
+            return None
+
+    def _start_staging(self) -> None:
+        wanted = self.settings.staging_bytes // max(1, self.workers.block_bytes)
+        if not wanted or self.settings.transfer_backend == "rdma":
+            return
+        first, count = min(self.core.collective_rpc("vllm_hi_stage", args=(wanted,)), key=lambda one: one[1])
+        self.scheduler.staging = Staging(first, count)
+        logger.info("host memory for %d staged KV blocks", count)
+
     @property
     def scheduler(self) -> MigrationScheduler:
         scheduler: MigrationScheduler = self.core.scheduler
         return scheduler
+
+    def take_role(self, role: str) -> None:
+        """What the instance is from now on: active, standby or destroyed."""
+        self.role, self._role_since = role, time.monotonic()
+
+    @property
+    def role_held_s(self) -> float:
+        return round(time.monotonic() - self._role_since, 3)
 
     # -- the engine thread ---------------------------------------------------------------------------------------------
 
@@ -163,8 +205,25 @@ class MigrationEngine:
 
     def refusal(self, record: StreamRecord | None) -> tuple[str, str] | None:
         """Why what runs here for a client's request cannot move now: (code, sentence). Engine thread only."""
+        if record is not None and any(self.scheduler.staging.waits(one) for one in record.members):
+            return "staged", "Its KV blocks wait in host memory until there is room here; it can move after that."
         connected = record is not None and record.proxy in self.proxies
-        return eligibility.refusal(record, connected, self.adapters, self.workers.keep_generators)
+        why = eligibility.refusal(record, connected, self.adapters, self.workers.keep_generators)
+        return why or (self._filtered(record) if record is not None else None)
+
+    def _filtered(self, record: StreamRecord) -> tuple[str, str] | None:
+        if self.request_filter.name is None:
+            return None
+        first = next(iter(record.members.values())).request
+        return self.request_filter.refusal(record.request_id, request_row(self, first, record))
+
+    def filter_problem(self) -> str | None:
+        """Why the operator's request filter cannot be used, tried on all that runs here. Engine thread only."""
+        if self.request_filter.problem is not None:
+            return self.request_filter.problem
+        records = {id(record): record for record in self.scheduler.book.stream_of.values()}
+        found = (self._filtered(record) for record in records.values() if record.live)
+        return next((message for code, message in filter(None, found) if code == FILTER_FAILED), None)
 
     # -- what the scheduler reports ------------------------------------------------------------------------------------
 
@@ -176,6 +235,12 @@ class MigrationEngine:
             self.target.arrived(ticket, request)
 
     def producing(self, ticket: str, stream: str, tokens: int, committed_at: float) -> None:
+        self.queued(ticket, stream, tokens)
+        if self.target is not None:
+            self.target.link.send(FirstStep(ticket, (time.monotonic() - committed_at) * 1e3))
+
+    def queued(self, ticket: str, stream: str, tokens: int) -> None:
+        """The stream is this instance's: its proxy worker is told to switch."""
         worker, _, stream_id = stream.partition("/")
         message = Producing(stream_id, ticket, tokens)
         self._produced.append((time.monotonic(), worker, message))
@@ -184,8 +249,6 @@ class MigrationEngine:
             logger.warning("the proxy worker %s is gone; stream %s runs here and it cannot be told", worker, stream_id)
         else:
             self.faults.say("producing", link, message)
-        if self.target is not None:
-            self.target.link.send(FirstStep(ticket, (time.monotonic() - committed_at) * 1e3))
 
     def _tell_again(self, worker: str, link: Link) -> None:
         """A proxy worker is back: what it may have missed, and still waits for, is repeated."""
@@ -193,6 +256,9 @@ class MigrationEngine:
         for when, owner, message in list(self._produced):
             if owner == worker and when > oldest:
                 self.faults.say("producing", link, message)
+
+    def unstage(self, moves: list[tuple[int, int]], installs: list[dict[str, Any]]) -> None:
+        self.core.collective_rpc("vllm_hi_unstage", args=(moves, installs))
 
     def step_begins(self) -> None:
         if self.target is not None:
@@ -275,6 +341,7 @@ class MigrationEngine:
     def source_closed(self, session: SourceSession) -> None:
         if self.source is session:
             self.source = None
+            self.later(lambda: self.pause.end(session.job))
 
     def target_closed(self, session: TargetSession) -> None:
         if self.target is session:
@@ -288,6 +355,7 @@ class MigrationEngine:
             time.sleep(WATCH_INTERVAL_S)
             now = time.monotonic()
             try:
+                self.pause.check(now)
                 if self.source is not None:
                     self.source.check_deadlines(now)
                 target = self.target

@@ -8,9 +8,11 @@ from typing import Any
 
 from vllm_plugin.compat import FullAttentionSpec, missing_probes, vllm_version
 from vllm_plugin.compatibility import adapters_text
+from vllm_plugin.topology import heads_text
+from vllm_plugin.weights import fingerprint
 from vllm_plugin.wire import PROTOCOL_VERSION
 
-__all__ = ["factors", "front_end_factors", "unsupported"]
+__all__ = ["factors", "front_end_factors", "heads", "unsupported"]
 
 
 def unsupported(core: Any) -> list[str]:
@@ -27,9 +29,10 @@ def unsupported(core: Any) -> list[str]:
         "scheduler_class": isinstance(core.scheduler, MigrationScheduler),
         "single_full_attention_group": len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec),
         "no_kv_zeroing": not getattr(kv_config, "needs_kv_cache_zeroing", False),
-        "tensor_parallel_size_1": config.parallel_config.tensor_parallel_size == 1,
-        "pipeline_parallel_size_1": config.parallel_config.pipeline_parallel_size == 1,
         "data_parallel_size_1": config.parallel_config.data_parallel_size == 1,
+        # These cut a request by tokens: its blocks do not lie whole on any rank.
+        "context_parallel_size_1": config.parallel_config.decode_context_parallel_size == 1
+        and getattr(config.parallel_config, "prefill_context_parallel_size", 1) == 1,
         "no_speculative_decoding": config.speculative_config is None,
         "no_kv_connector": config.kv_transfer_config is None,
     }
@@ -40,15 +43,18 @@ def factors(core: Any, workers: list[dict[str, Any]]) -> dict[str, str]:
     """What the engine core and its workers know of the compatibility factors, by name (`vllm_plugin.compatibility`)."""
     config = core.vllm_config
     model, cache, worker = config.model_config, config.cache_config, workers[0]
+    layers = sorted({name for one in workers for name in one["layers"]})
+    attention, kv = heads(core)
     return {
         "model": str(model.model),
         "model_config": _model_config(model.hf_config),
-        "weights": str(worker["weights"]),
+        "weights": fingerprint(workers),
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_cache_dtype": str(cache.cache_dtype),
         "block_size": str(core.scheduler.block_size),
-        "kv_groups": _kv_groups(core.scheduler.kv_cache_config.kv_cache_groups, worker["layers"]),
-        "kv_block_shape": "x".join(map(str, worker["kv_shape"])),
+        "kv_groups": _kv_groups(core.scheduler.kv_cache_config.kv_cache_groups, layers),
+        "kv_block_shape": "x".join(map(str, [kv, *worker["kv_shape"][1:]])),
+        "heads": heads_text(attention, kv),
         "runner": str(worker["runner"]),
         "rng": str(worker["rng"]),
         "cpu_isa": str(worker["cpu_isa"]),
@@ -59,6 +65,14 @@ def factors(core: Any, workers: list[dict[str, Any]]) -> dict[str, str]:
         "vllm_version": vllm_version(),
         "protocol_version": str(PROTOCOL_VERSION),
     }
+
+
+def heads(core: Any) -> tuple[int, int]:
+    """Attention heads and KV heads of the whole model; a latent cache (MLA) is one head."""
+    config = core.vllm_config
+    model = config.model_config
+    attention = model.get_num_attention_heads(config.parallel_config) * config.parallel_config.tensor_parallel_size
+    return int(attention), 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
 def front_end_factors(front_end: dict[str, Any]) -> dict[str, str]:
@@ -76,11 +90,11 @@ def _model_config(hf_config: Any) -> str:
 
 
 def _kv_groups(groups: Any, layers: list[str]) -> str:
-    """Kind and size of each KV group, and a digest of which layers are in it and which of them own memory."""
+    """Number of layers that own KV memory, on whatever rank, their kind, and a digest of their names. There is one
+    group (`unsupported`), and the scheduler knows only the first rank's layers of it."""
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    content = [[group.kv_cache_spec.block_size, sorted(group.layer_names)] for group in groups]
-    shown = " + ".join(f"{len(group.layer_names)} {kind}" for kind, group in zip(kinds, groups, strict=True))
-    return f"{shown} ({_digest(json.dumps([kinds, content, sorted(layers)]))})"
+    sizes = [group.kv_cache_spec.block_size for group in groups]
+    return f"{len(layers)} {' + '.join(kinds)} ({_digest(json.dumps([kinds, sizes, layers]))})"
 
 
 def _digest(text: str) -> str:

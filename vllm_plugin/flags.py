@@ -17,6 +17,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
+from vllm_plugin.keeper import MODEL_VARIABLE, is_kept, serve_on_shared_port
 from vllm_plugin.settings import PluginSettings, migration_requested, nap_seconds
 
 __all__ = ["ENDPOINT_PLUGIN", "GENERAL_PLUGIN", "SCHEDULER_CLS", "WORKER_EXTENSION_CLS", "register"]
@@ -40,7 +41,12 @@ _ALLOWLISTED_GROUPS = (
 #: user would switch that on: this one then fetches adapters from a remote hub.
 _OPT_IN_BY_NAME = frozenset({"lora_hf_hub_resolver"})
 
-_FLAGS = {"vllm_hi_type": "VLLM_HI_TYPE", "vllm_hi_host": "VLLM_HI_HOST", "vllm_hi_data_port": "VLLM_HI_DATA_PORT"}
+_FLAGS = {
+    "vllm_hi_type": "VLLM_HI_TYPE",
+    "vllm_hi_host": "VLLM_HI_HOST",
+    "vllm_hi_data_port": "VLLM_HI_DATA_PORT",
+    "vllm_hi_standby": "VLLM_HI_STANDBY",
+}
 
 
 def register() -> None:
@@ -89,6 +95,12 @@ def _update_parser(original: Callable[..., None], parser: argparse.ArgumentParse
         type=int,
         help="Port for KV blocks from other instances, 0 for a free one. Default: $VLLM_HI_DATA_PORT, else 0.",
     )
+    group.add_argument(
+        "--vllm-hi-standby",
+        choices=["cold", "warm"],
+        help="As a standby: cold has no engine until a migration needs one, and ends it again afterwards; warm keeps "
+        "it up. Default: $VLLM_HI_STANDBY, else a B starts cold and keeps the engine that it was given.",
+    )
     # The values can only be judged together when all are parsed, whichever came first on the command line.
     parse = functools.partial(_parse_known_args, parser, parser.parse_known_args)
     parser.parse_known_args = parse  # type: ignore[assignment,method-assign]
@@ -105,13 +117,13 @@ def _parse_known_args(
 ) -> tuple[argparse.Namespace, list[str]]:
     namespace, rest = original(*args, **kwargs)
     try:
-        _apply(namespace)
+        _apply(namespace, parser)
     except ValueError as error:
         parser.error(str(error))
     return namespace, rest
 
 
-def _apply(args: argparse.Namespace) -> None:
+def _apply(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Completes the parsed arguments of a server that takes part; leaves all others alone.
 
     Raises:
@@ -121,10 +133,13 @@ def _apply(args: argparse.Namespace) -> None:
     environ = {**os.environ, **given}
     if not migration_requested(environ):
         if given:
-            raise ValueError("--vllm-hi-host and --vllm-hi-data-port need --vllm-hi-type A or B")
+            raise ValueError("--vllm-hi-host, -data-port and -standby need --vllm-hi-type A or B")
         return
     settings = PluginSettings.from_env(environ)
     _refuse_conflicts(args)
+    stands_by = settings.has_standby_process and not is_kept()
+    if stands_by and not hasattr(args, "dispatch_function"):
+        raise ValueError("a cold standby needs `vllm serve`: start it that way, or add --vllm-hi-standby warm")
     args.vllm_hi_type = settings.instance_type
     args.vllm_hi_host = environ["VLLM_HI_HOST"]
     args.vllm_hi_data_port = settings.data_port
@@ -134,9 +149,27 @@ def _apply(args: argparse.Namespace) -> None:
         VLLM_HI_DATA_PORT=str(args.vllm_hi_data_port),
         VLLM_PLUGINS=_allowlist(os.environ.get("VLLM_PLUGINS")),
     )
+    if settings.standby is not None:
+        os.environ["VLLM_HI_STANDBY"] = settings.standby
+    args.vllm_hi_standby = settings.standby
+    if stands_by:
+        _stand_by(args, parser)
+        return
     if _install_engine_side():
         args.scheduler_cls = SCHEDULER_CLS
         args.worker_extension_cls = WORKER_EXTENSION_CLS
+    if is_kept():
+        args.model_tag = os.environ.get(MODEL_VARIABLE) or args.model_tag
+        args.dispatch_function = serve_on_shared_port
+
+
+def _stand_by(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """`vllm serve` calls what its parser has put into `dispatch_function`: a standby instead of an engine."""
+    # Only here: the other processes of vLLM have no use for it.
+    from vllm_plugin import standby
+    from vllm_plugin.engine_arguments import OwnArguments
+
+    args.dispatch_function = functools.partial(standby.run, OwnArguments(args, parser))
 
 
 def _refuse_conflicts(args: argparse.Namespace) -> None:

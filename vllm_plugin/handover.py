@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["HandoverMode", "hand_over", "resolve"]
 
 #: How the KV of a wave comes to B. `rolling`: before the freeze, but for what the last steps wrote. `stop_and_copy`:
-#: all of it while the requests are frozen. `recompute`: not at all, B computes it again from the tokens.
-HandoverMode = Literal["rolling", "stop_and_copy", "recompute"]
+#: all of it while the requests are frozen. `recompute`: not at all, B computes it again from the tokens. Two for a B
+#: without room, which takes the request for good and lets it wait: `staged`, like `rolling`, but into B's host memory;
+#: `queued`, like `recompute`.
+HandoverMode = Literal["rolling", "stop_and_copy", "recompute", "staged", "queued"]
 
 logger = logging.getLogger("vllm.vllm_hi.handover")
 
@@ -47,7 +49,13 @@ RESOLVE_ANSWER_S = 3.0
 
 def hand_over(session: SourceSession, moves: list[Move], mode: HandoverMode = "rolling") -> None:
     """Moves attached requests to B. Afterwards every move has ended: moved, stayed or finished."""
-    if mode == "rolling":
+    for move in moves:
+        move.queued = mode in ("staged", "queued")
+        # What B holds blocks for already needs no other place.
+        move.staged = mode == "staged" and not any(member.window for member in move.members)
+    if mode == "staged":
+        moves = _stageable(session, moves)
+    if mode in ("rolling", "staged"):
         moves = _copy_the_rest(session, moves)
     elif mode == "stop_and_copy":
         moves = reserve(session, moves)
@@ -55,6 +63,9 @@ def hand_over(session: SourceSession, moves: list[Move], mode: HandoverMode = "r
             move.freeze_s = LONG_FREEZE_S
     else:
         moves = _recomputable(session, moves)
+    if mode == "recompute":
+        for move in moves:
+            move.patience_s = RECOMPUTE_PATIENCE_S
     moves = _prepare(session, moves)
     if moves:
         moves = _until_the_freeze(session, moves)
@@ -131,6 +142,14 @@ def _copy_the_rest(session: SourceSession, moves: list[Move]) -> list[Move]:
     return moves
 
 
+def _stageable(session: SourceSession, moves: list[Move]) -> list[Move]:
+    """NIXL writes only into registered memory, and host staging is not."""
+    if session.engine.settings.transfer_backend == "rdma":
+        for move in moves:
+            session.roll_back(move, "target_out_of_staging", "Blocks that travel by RDMA cannot be staged.")
+    return [move for move in moves if not move.ended]
+
+
 def _recomputable(session: SourceSession, moves: list[Move]) -> list[Move]:
     """A prefill that is split over steps would draw once in each, or end the engine on CPUs: what has a generator needs
     its KV."""
@@ -139,7 +158,6 @@ def _recomputable(session: SourceSession, moves: list[Move]) -> list[Move]:
     moves = [move for move in moves if not move.ended]
     for move in moves:
         move.recompute = True
-        move.patience_s = RECOMPUTE_PATIENCE_S
         if session.engine.workers.keep_generators and any(snapshots[one.request_id].draws for _, one in move.live):
             message = "The request is seeded, and its random state does not survive a prefill; move its blocks instead."
             session.roll_back(move, "seeded_recompute", message)
@@ -155,9 +173,9 @@ def _prepare(session: SourceSession, moves: list[Move]) -> list[Move]:
     """Before anything is frozen, B promises a run slot for each."""
     if not moves:
         return []
-    tickets = [move.ticket for move in moves]
+    tickets, queue = [move.ticket for move in moves], moves[0].queued
     try:
-        answer: Refusals = session.target.ask(lambda call: Prepare(call, tickets))
+        answer: Refusals = session.target.ask(lambda call: Prepare(call, tickets, queue))
     except ConnectionError as error:
         for move in moves:
             session.roll_back(move, "target_lost", f"The target was lost before the handover: {error}.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from vllm_plugin.topology import Layout
 from vllm_plugin.wire import ProtocolError
 
 __all__ = [
@@ -61,12 +62,13 @@ class OpenSession(msgspec.Struct, tag="open_session"):
 
 
 class SessionOpened(msgspec.Struct, tag="session_opened"):
-    """`data_ports`: the data server of each worker of B, by rank."""
+    """`data_ports`: the data server of each worker of B, by rank. `layout`: what of a block lies on which rank."""
 
     call: int
     session: str
     data_host: str
     data_ports: list[int]
+    layout: Layout
 
 
 class ExpectedMember(msgspec.Struct):
@@ -112,6 +114,7 @@ class GrowItem(msgspec.Struct):
         full_tokens: tokens in blocks that A will never write again.
         capacity_tokens: for how many tokens B must hold blocks; 0 while A has computed none.
         sent_tokens: tokens whose blocks are complete on B; others with the same prefix may share them.
+        staged: B holds host memory instead of blocks of its cache; the ids that it answers name slots there.
     """
 
     ticket: str
@@ -120,6 +123,7 @@ class GrowItem(msgspec.Struct):
     full_tokens: int
     capacity_tokens: int
     sent_tokens: int
+    staged: bool = False
 
 
 class Grow(msgspec.Struct, tag="grow"):
@@ -143,10 +147,12 @@ class Grown(msgspec.Struct, tag="grown"):
 
 
 class Prepare(msgspec.Struct, tag="prepare"):
-    """Asks B for a run slot per ticket; starts B's commit deadline."""
+    """Asks B for a run slot per ticket; starts B's commit deadline. `queue`: no run slot is asked for, B takes what is
+    committed into its queue and says `Producing` at once."""
 
     call: int
     tickets: list[str]
+    queue: bool = False
 
 
 class Refusals(msgspec.Struct, tag="refusals"):

@@ -53,6 +53,7 @@ class Move:
     """`request_id`: the first member's. `prompt_tokens`, `kv_blocks`, `tokens` (output): sums over the members.
 
     `tail_blocks`, `tail_bytes`: what was sent for it in its own handover. `recompute`: B gets its tokens only.
+    `queued`: B need not have room for it yet. `staged`: its blocks wait in B's host memory until it has.
     `freeze_s`: how long it may be frozen, before B has it; `patience_s`: how long the proxy then waits for B.
     """
 
@@ -69,6 +70,8 @@ class Move:
     tail_blocks: int = 0
     tail_bytes: int = 0
     recompute: bool = False
+    queued: bool = False
+    staged: bool = False
     freeze_s: float = DEADLINES_S["frozen"]
     patience_s: float = PATIENCE_S
     gap_ms: float | None = None
@@ -138,6 +141,8 @@ class Move:
             "tail_blocks": self.tail_blocks,
             "tail_bytes": self.tail_bytes,
             "recomputed": self.recompute and self.state == "moved",
+            "queued": self.queued and self.state == "moved",
+            "staged": self.staged and self.state == "moved",
             "gap_ms": self.gap_ms,
             "itl_ms": self.itl_ms,
             "stages": {name: round(value, 3) for name, value in self.stages.items()},

@@ -6,16 +6,19 @@ Quick ones run on the engine thread; those of a session run on its own thread an
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm_plugin import by_hand
 from vllm_plugin.errors import MigrationError
 from vllm_plugin.faults import Faults
 from vllm_plugin.handover import HandoverMode
+from vllm_plugin.queues import run_slots
+from vllm_plugin.request_filter import FILTER_FAILED
+from vllm_plugin.rows import request_row
 from vllm_plugin.source import SourceSession
 from vllm_plugin.wire import ProtocolError
 
@@ -73,13 +76,17 @@ def _status(engine: MigrationEngine, payload: Payload) -> Payload:
     scheduler = engine.core.scheduler
     pool = scheduler.kv_cache_manager.block_pool
     book = getattr(scheduler, "book", None)
+    staging = getattr(scheduler, "staging", None)
     running, waiting = scheduler.get_request_counts()
     source, target = engine.source, engine.target
     session = source or target
     return {
         "role": engine.role,
+        "role_held_s": engine.role_held_s,
         "migration": {"supported": not engine.unsupported, "missing_probes": engine.unsupported},
         "factors": engine.factors,
+        "request_filter": engine.request_filter.name,
+        "request_filter_problem": engine.request_filter.problem,
         "kv": {
             "total_blocks": scheduler.kv_cache_manager.kv_cache_config.num_blocks,
             "free_blocks": pool.get_num_free_blocks(),
@@ -89,9 +96,15 @@ def _status(engine: MigrationEngine, payload: Payload) -> Payload:
         "requests": {
             "running": running,
             "waiting": waiting,
+            "run_slots": run_slots(scheduler),
             "parked": len(book.ticket_of) if book is not None else 0,
             "frozen": len(book.frozen) if book is not None else 0,
             "quarantined": len(book.quarantine) if book is not None else 0,
+            "staged": len(staging.waiting) if staging is not None else 0,
+        },
+        "staging": {
+            "total_blocks": staging.total if staging is not None else 0,
+            "free_blocks": staging.free if staging is not None else 0,
         },
         "data_port": engine.workers.infos[0]["data_port"] if engine.workers.infos else 0,
         "data_host": engine.settings.bind,
@@ -99,6 +112,7 @@ def _status(engine: MigrationEngine, payload: Payload) -> Payload:
         "transport": engine.workers.transport,
         "control_port": engine.control_port,
         "proxies": sorted(engine.proxies),
+        "paused_by": engine.pause.job,
         "session": None
         if session is None
         else {
@@ -124,25 +138,15 @@ def _requests(engine: MigrationEngine, _payload: Payload) -> Payload:
 
 
 def _request_row(engine: MigrationEngine, request: Any, record: StreamRecord | None) -> Payload:
-    scheduler = engine.core.scheduler
-    members = [member.request for member in record.members.values()] if record is not None else [request]
-    parked = record is not None and request.request_id in scheduler.book.ticket_of
-    why = engine.refusal(record)
-    if parked:
-        why = ("parked", "The request is parked here; it still runs on its source.")
-    blocks = scheduler.kv_cache_manager.get_block_ids
+    row = request_row(engine, request, record)
+    why: tuple[str, str] | None
+    if record is not None and request.request_id in engine.scheduler.book.ticket_of:
+        row["status"] = "PARKED"
+        why = "parked", "The request is parked here; it still runs on its source."
+    else:
+        why = engine.refusal(record)
     return {
-        "request_id": record.request_id if record is not None else request.request_id,
-        "stream_id": record.stream_id if record is not None else None,
-        "proxy": record.proxy if record is not None else None,
-        "status": "PARKED" if parked else request.status.name,
-        "choices": len(members),
-        "prompt_tokens": sum(one.num_prompt_tokens for one in members),
-        "output_tokens": sum(one.num_output_tokens for one in members),
-        "computed_tokens": sum(one.num_computed_tokens for one in members),
-        "max_tokens": request.max_tokens,
-        "kv_blocks": sum(len(group) for one in members if not one.is_finished() for group in blocks(one.request_id)),
-        "age_s": round(time.time() - request.arrival_time, 3),
+        **row,
         "migratable": why is None,
         "reason": None if why is None else {"code": why[0], "message": why[1]},
     }
@@ -156,7 +160,7 @@ def _lease(engine: MigrationEngine, payload: Payload) -> Payload:
 
 def _activate(engine: MigrationEngine, payload: Payload) -> Payload:
     engine.check_attempt(payload["job"], payload["attempt"])
-    engine.role = "active"
+    engine.take_role("active")
     return {"role": engine.role}
 
 
@@ -174,7 +178,7 @@ def _leave(engine: MigrationEngine, payload: Payload, role: str) -> Payload:
     left = len(engine.core.scheduler.requests)
     if left:
         raise MigrationError(409, "requests_in_flight", f"{left} requests still run here; wait until they have left.")
-    engine.role = role
+    engine.take_role(role)
     return {"role": engine.role}
 
 
@@ -205,6 +209,8 @@ def _start(engine: MigrationEngine, payload: Payload) -> Payload:
         present.close("superseded", "A newer attempt took over.")
     if engine.target is not None:
         raise MigrationError(409, "session_busy", f"The instance is the target of migration {engine.target.job}.")
+    if (problem := engine.on_engine(engine.filter_problem)) is not None:
+        raise MigrationError(422, FILTER_FAILED, problem, "VLLM_HI_REQUEST_FILTER")
     engine.source = SourceSession(engine, job, attempt, payload["peer"], float(payload["lease_s"]))
     return {"session": engine.source.target.session}
 
@@ -237,14 +243,25 @@ def _probe(engine: MigrationEngine, payload: Payload) -> Payload:
     }
 
 
+def _collect(engine: MigrationEngine, payload: Payload) -> Payload:
+    if payload["peer"] is not None and engine.source is None:
+        _start(engine, payload)
+    return by_hand.collect(engine, _source(engine, payload), payload)
+
+
 def _finish(engine: MigrationEngine, payload: Payload) -> Payload:
     session = engine.source
     if session is None:
-        return {"moved": 0, "stayed": 0}
+        return {"moved": 0, "stayed": 0, "gaps": []}
     session = _source(engine, payload)
     session.close("finished", "The migration ended.")
     outcomes = [move.state for move in session.ended]
-    return {"moved": outcomes.count("moved"), "stayed": outcomes.count("stayed")}
+    late = [move for move in session.ended if move.queued and move.gap_ms is not None]
+    return {
+        "moved": outcomes.count("moved"),
+        "stayed": outcomes.count("stayed"),
+        "gaps": [{"request_id": one.request_id, "gap_ms": one.gap_ms, "itl_ms": one.itl_ms} for one in late],
+    }
 
 
 def _abort(engine: MigrationEngine, payload: Payload) -> Payload:
@@ -274,6 +291,8 @@ _QUICK: dict[str, Callable[[MigrationEngine, Payload], Payload]] = {
     "activate": _activate,
     "convert_to_b": _convert_to_b,
     "destroy": _destroy,
+    "receive": by_hand.receive,
+    "resume": by_hand.resume,
     "faults": _faults,
 }
 
@@ -282,6 +301,8 @@ _SESSION: dict[str, Callable[[MigrationEngine, Payload], Payload]] = {
     "attach": _attach,
     "round": _round,
     "handover": _handover,
+    "collect": _collect,
+    "pause": by_hand.pause,
     "probe": _probe,
     "finish": _finish,
     "abort": _abort,

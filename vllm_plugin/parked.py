@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from vllm_plugin import staging
 from vllm_plugin.adapters import no_slot
 from vllm_plugin.book import MoveBook, ParkedRequest, ParkedStream, split_logprobs
 from vllm_plugin.compat import EngineCoreOutput, EngineCoreOutputs, LogprobsLists, PrefillStats, RequestStatus
 from vllm_plugin.faults import Faults
 from vllm_plugin.grammar import replay_grammar
 from vllm_plugin.messages import CommitItem, CommitPart, GrowItem, GrownItem, Refusal
-from vllm_plugin.queues import committed_waiting, enqueue_new, enqueue_resumed, run_slots
+from vllm_plugin.queues import committed_waiting, enqueue_by_age, enqueue_resumed, run_slots
 from vllm_plugin.replay import apart, end_apart
 from vllm_plugin.scheduler import MigrationScheduler
 
@@ -36,6 +37,8 @@ def grow(scheduler: MigrationScheduler, parked: ParkedRequest, item: GrowItem) -
     request.append_output_token_ids(item.output_tokens)
     if not item.capacity_tokens:
         return GrownItem(item.ticket, item.part, 0, [])
+    if item.staged:
+        return staging.grow(scheduler, parked, item)
     if parked.hit_tokens is None:
         slots, hit = _first_slots(scheduler, request, item)
     else:
@@ -73,17 +76,21 @@ def _first_slots(scheduler: MigrationScheduler, request: Any, item: GrowItem) ->
     return slots, hit
 
 
-def prepare(scheduler: MigrationScheduler, stream: ParkedStream) -> Refusal | None:
-    """Promises run slots for the commit that follows within the deadline."""
+def prepare(scheduler: MigrationScheduler, stream: ParkedStream, queue: bool = False) -> Refusal | None:
+    """Promises run slots for the commit that follows within the deadline, or a place in the queue."""
     for parked in stream.arrived():
         structured = parked.request.structured_output_request
         if structured is not None and (not structured.is_grammar_ready or isinstance(structured.grammar, Exception)):
             message = "The target has not compiled the request's grammar yet."
             return Refusal(stream.ticket, "grammar_not_ready", message)
-        if (full := no_slot(scheduler, parked.request)) is not None:
+        if not queue and (full := no_slot(scheduler, parked.request)) is not None:
             return Refusal(stream.ticket, "target_out_of_adapter_slots", full)
     now = time.monotonic()
     stream.prepared_until = 0.0
+    stream.queued = queue
+    if queue:
+        stream.prepared_until = now + COMMIT_DEADLINE_S
+        return None
     taken = len(scheduler.running) + committed_waiting(scheduler) + scheduler.book.promised(now)
     if taken + len(stream.members) > run_slots(scheduler):
         message = f"All {run_slots(scheduler)} run slots of the target (max_num_seqs) are taken."
@@ -108,7 +115,7 @@ def commit(core: Any, items: list[CommitItem], faults: Faults) -> list[Refusal]:
         _install(scheduler, parked, part, faults)
         for stream, item in accepted
         for parked, part in zip(stream.arrived(), item.parts, strict=True)
-        if part.ended is None and _has_begun(parked, part)
+        if part.ended is None and _has_begun(parked, part) and not _is_staged(scheduler, parked, part)
     ]
     if installs:
         core.collective_rpc("vllm_hi_install", args=(installs,))
@@ -127,11 +134,31 @@ def _commit_refusal(scheduler: MigrationScheduler, stream: ParkedStream | None, 
         return Refusal(item.ticket, "state_mismatch", message)
     for parked, part in zip(stream.arrived(), item.parts, strict=True):
         tokens = parked.request.num_tokens + len(part.output_tokens)
-        held = len(scheduler.kv_cache_manager.get_block_ids(parked.request.request_id)[0]) * scheduler.block_size
+        if stream.queued and part.ended is None and (small := _too_small(scheduler, tokens)) is not None:
+            return Refusal(item.ticket, "target_too_small", small)
+        held = _blocks_held(scheduler, parked) * scheduler.block_size
         if part.ended is None and part.computed_tokens > min(tokens - 1, held):
             message = f"{part.computed_tokens} computed tokens do not fit {tokens} known tokens in blocks for {held}."
             return Refusal(item.ticket, "state_mismatch", message)
     return None
+
+
+def _blocks_held(scheduler: MigrationScheduler, parked: ParkedRequest) -> int:
+    request_id = parked.request.request_id
+    blocks = len(scheduler.kv_cache_manager.get_block_ids(request_id)[0])
+    return blocks or len(scheduler.staging.held.get(request_id, ()))
+
+
+def _is_staged(scheduler: MigrationScheduler, parked: ParkedRequest, part: CommitPart) -> bool:
+    return bool(part.ended is None and part.computed_tokens and parked.request.request_id in scheduler.staging.held)
+
+
+def _too_small(scheduler: MigrationScheduler, tokens: int) -> str | None:
+    """Why a request of so many tokens would wait for ever: it and its next token need more blocks than there are."""
+    needed, total = -(-(tokens + 1) // scheduler.block_size), scheduler.kv_cache_manager.kv_cache_config.num_blocks - 1
+    if needed <= total:
+        return None
+    return f"The request needs {needed} KV blocks and the target has {total} in all."
 
 
 def _take_tokens(
@@ -180,9 +207,13 @@ def _resume(core: Any, stream: ParkedStream, item: CommitItem, faults: Faults) -
         if part.ended is not None or request.num_output_tokens:
             replays += end_apart(_replay(book, request, part, faults))
         if part.ended is None:
-            _enqueue(scheduler, parked, part)
-            watched = (stream.ticket, stream.expectation.stream, tokens, time.monotonic())
-            book.watched[request.request_id] = watched
+            if _is_staged(scheduler, parked, part):
+                _stage(scheduler, parked, part, faults)
+            else:
+                _enqueue(scheduler, parked, part)
+            if not stream.queued:
+                watched = (stream.ticket, stream.expectation.stream, tokens, time.monotonic())
+                book.watched[request.request_id] = watched
         else:
             request.stop_reason = part.ended[1]
             scheduler.finish_requests([request.request_id], RequestStatus[part.ended[0]])
@@ -190,12 +221,28 @@ def _resume(core: Any, stream: ParkedStream, item: CommitItem, faults: Faults) -
     if replays:
         client = members[0][0].request.client_index
         core.output_queue.put_nowait((client, EngineCoreOutputs(outputs=apart(replays))))
+    if stream.queued and scheduler.migration_listener is not None:
+        scheduler.migration_listener.queued(stream.ticket, stream.expectation.stream, tokens)
+
+
+def _stage(scheduler: MigrationScheduler, parked: ParkedRequest, part: CommitPart, faults: Faults) -> None:
+    """Until there is room it has computed nothing and stands in no queue."""
+    parked.request.num_computed_tokens = 0
+    parked.request.status = RequestStatus.PREEMPTED
+    scheduler.staging.add(
+        staging.StagedRequest(
+            parked.request,
+            part.computed_tokens,
+            lambda: _install(scheduler, parked, part, faults),
+            lambda: _enqueue(scheduler, parked, part),
+        )
+    )
 
 
 def _enqueue(scheduler: MigrationScheduler, parked: ParkedRequest, part: CommitPart) -> None:
     request = parked.request
     if not _has_begun(parked, part):
-        enqueue_new(scheduler, request)
+        enqueue_by_age(scheduler, request)
         return
     request.num_computed_tokens = part.computed_tokens
     request.prefill_stats = None
@@ -205,7 +252,7 @@ def _enqueue(scheduler: MigrationScheduler, parked: ParkedRequest, part: CommitP
         scheduler.kv_cache_manager.cache_blocks(request, part.computed_tokens)
         enqueue_resumed(scheduler, request)
     else:
-        enqueue_new(scheduler, request)
+        enqueue_by_age(scheduler, request)
 
 
 def _replay(book: MoveBook, request: Any, part: CommitPart, faults: Faults) -> Any:

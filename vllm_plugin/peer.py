@@ -26,6 +26,7 @@ from vllm_plugin.messages import (
     SessionOpened,
     decode_peer,
 )
+from vllm_plugin.topology import TopologyRefused
 from vllm_plugin.wire import FrameSocket, ProtocolError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class TargetConnection:
 
     Raises:
         MigrationError: 502 when B cannot be reached, 409 with B's reason when it refuses the session or speaks another
-            protocol.
+            protocol, and when blocks cannot be copied between the two.
     """
 
     def __init__(
@@ -65,8 +66,11 @@ class TargetConnection:
         self._link = self._dial(str(peer["host"]), int(peer["control_port"]))
         opened = self._open(opening)
         self.session = opened.session
-        self._data_host = opened.data_host
-        self._data_ports = opened.data_ports
+        try:
+            self._routes = engine.workers.routes(opened.layout, opened.data_host, opened.data_ports)
+        except TopologyRefused as error:
+            self._link.close()
+            raise MigrationError(409, "topology_unsupported", error.message) from error
 
     @property
     def lost(self) -> bool:
@@ -136,7 +140,7 @@ class TargetConnection:
         if not blocks.source and not blocks.open and not blocks.generators:
             return 0, {}
         try:
-            return self._engine.workers.push(self.session, self._data_host, self._data_ports, blocks)
+            return self._engine.workers.push(self.session, self._routes, blocks)
         except (OSError, ProtocolError) as error:
             self.broken = True
             raise ConnectionError(str(error)) from error

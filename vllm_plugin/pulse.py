@@ -24,7 +24,7 @@ LONGEST_S = 1.4
 #: Nobody knows steps better than so, as a share of the time until then: who comes late waits for a whole one.
 ERROR = 0.08
 #: B's own streams wait no longer than that for a commit that is about to come: seconds, or this share of a step.
-HOLD_S, HOLD_SHARE = 0.02, 0.4
+HOLD_S, HOLD_SHARE = 0.02, 0.5
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ holds the requests that own KV blocks and is served first. `compat.py` has a pro
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 __all__ = [
     "committed_waiting",
-    "enqueue_new",
+    "enqueue_by_age",
     "enqueue_resumed",
     "nothing_waits",
     "promised_run_slots",
@@ -72,9 +73,17 @@ def enqueue_resumed(scheduler: Any, request: Any) -> None:
         scheduler.skipped_waiting.prepend_request(request)
 
 
-def enqueue_new(scheduler: Any, request: Any) -> None:
-    """Queues a request that owns no blocks, as vLLM does on its arrival."""
+def enqueue_by_age(scheduler: Any, request: Any) -> None:
+    """Queues a request that owns no blocks before those that are younger; one that was preempted goes on top there, as
+    vLLM itself has it."""
     scheduler._enqueue_waiting_request(request)
+    queue = scheduler.waiting
+    if not isinstance(queue, deque) or request not in queue:
+        # Ordered by priority and age already, or put aside until its grammar is compiled.
+        return
+    queue.remove(request)
+    younger = (place for place, other in enumerate(queue) if other.arrival_time > request.arrival_time)
+    queue.insert(next(younger, len(queue)), request)
 
 
 def take_from_queue(scheduler: Any, request: Any) -> None:

@@ -51,18 +51,23 @@ class _Way:
     """What is agreed on one connection.
 
     Attributes:
+        cache: what of this worker's cache it is for. session: what it is for, "" for a measurement.
         pid: A's process, for the transport `memory`.
-        reader, addresses: how to read A's blocks, and where they lie; without a reader their bytes follow over TCP.
+        reader, addresses, strides: how to read A's blocks, and where they lie; without a reader their bytes follow over
+            TCP.
         registers: the reader writes only into registered memory (NIXL).
         mapped: A's blocks in GPU memory, for the transport `cuda_ipc`; `asked`: somebody wants just that one.
     """
 
+    cache: KVCache
+    session: str = ""
     pid: int = 0
     reader: Reader | None = None
     registers: bool = False
     mapped: cuda_ipc.Mapped | None = None
     asked: bool = False
     addresses: list[int] = field(default_factory=list)
+    strides: list[int] = field(default_factory=list)
     bytes_per_s: float = math.inf
 
 
@@ -97,7 +102,7 @@ class Receiver:
 
     def serve(self, frames: FrameSocket) -> None:
         """Serves one connection of a worker until it ends. Raises: OSError, ProtocolError."""
-        way = _Way(bytes_per_s=self._bytes_per_s)
+        way = _Way(self._cache, bytes_per_s=self._bytes_per_s)
         while True:
             message = decode_data(frames.receive_body())
             try:
@@ -109,7 +114,7 @@ class Receiver:
                     self._measure(frames, message, way)
                     frames.send(Written(True))
                 elif isinstance(message, Patch):
-                    self._patch(frames, message)
+                    self._patch(frames, message, way.cache)
                     frames.send(Written(True))
                 elif isinstance(message, Write):
                     self._write(frames, message, way)
@@ -123,6 +128,7 @@ class Receiver:
     # -- the way -------------------------------------------------------------------------------------------------------
 
     def _reach(self, reach: Reach, way: _Way) -> Reached:
+        way.cache, way.session = self._cache.cut(reach.places), reach.session
         way.bytes_per_s = min(way.bytes_per_s, reach.bytes_per_s)
         host = memory.host_identity()
         same_host = bool(host) and host == reach.host
@@ -155,14 +161,17 @@ class Receiver:
         return "" if self._cache.device == "cuda" else f"there is no faster way between {self._cache.device} devices"
 
     def _accept(self, offer: Offer, way: _Way) -> Reached:
-        if offer.sizes != self._cache.bytes_per_layer or len(offer.addresses) != len(offer.sizes):
+        if not len(offer.addresses) == len(offer.sizes) == len(offer.strides):
+            raise ProtocolError("size_mismatch", "an address, a size and a stride are needed for each layer")
+        # A measurement goes to nowhere, and may come from a cache that is cut differently.
+        if offer.sizes != way.cache.bytes_per_layer and way.session:
             raise ProtocolError("size_mismatch", "the source's layers have other block sizes")
         if not self._cache.on_host and not offer.agent:
             return self._try_cuda_ipc(offer, way)
         if not offer.agent:
             return self._try_memory(offer, way)
         name = self._cache.nixl.meet(offer.agent)
-        way.addresses, way.registers = offer.addresses, True
+        way.addresses, way.strides, way.registers = offer.addresses, offer.strides, True
         way.reader = lambda remote, local: self._cache.nixl.read(name, remote, local)
         return Reached("rdma", False)
 
@@ -179,7 +188,7 @@ class Receiver:
             return Reached("tcp", True, f"the source's memory cannot be read: {error.strerror or error}")
         if found.tobytes() != offer.check:
             return Reached("tcp", True, "the source's process id names another process here")
-        way.addresses = offer.addresses
+        way.addresses, way.strides = offer.addresses, offer.strides
         way.reader = lambda remote, local: memory.read(way.pid, remote, local)
         return Reached("memory", True)
 
@@ -187,21 +196,21 @@ class Receiver:
         try:
             if offer.refusal:
                 raise ProtocolError("transport_unavailable", offer.refusal)
-            theirs = cuda_ipc.mapped_layers(offer.gpu, offer.layers, offer.sizes)
+            theirs = cuda_ipc.mapped_layers(offer.gpu, offer.layers, offer.sizes, offer.strides)
         except ProtocolError as error:
             if way.asked:
                 raise
             return Reached("tcp", True, error.message)
-        way.mapped = cuda_ipc.Mapped(theirs, self._cache.rows)
+        way.mapped = cuda_ipc.Mapped(theirs, way.cache.rows)
         return Reached("cuda_ipc", True)
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
     def _write(self, frames: FrameSocket, write: Write, way: _Way) -> None:
-        self._begin_write(write, frames)
+        self._begin_write(write, frames, way.cache)
         try:
             if way.reader is None and way.mapped is None:
-                self._receive_blocks(frames, write.blocks)
+                self._receive_blocks(frames, write.blocks, way.cache)
             elif len(write.source_blocks) != len(write.blocks):
                 raise ProtocolError("size_mismatch", "as many source blocks as target blocks are needed")
             elif way.mapped is not None:
@@ -211,23 +220,23 @@ class Receiver:
         finally:
             self._end_write(write.session)
 
-    def _patch(self, frames: FrameSocket, patch: Patch) -> None:
-        self._cache.check([patch.block])
-        if not 0 < patch.size <= 2 * self._cache.block_bytes:
+    def _patch(self, frames: FrameSocket, patch: Patch, cache: KVCache) -> None:
+        cache.check([patch.block])
+        if not 0 < patch.size <= 2 * cache.block_bytes:
             raise ProtocolError("size_mismatch", f"{patch.size} bytes are no patch of a block")
         self._enter(patch.session, frames)
         try:
             content = bytearray(patch.size)
             _take(frames, [memoryview(content)])
-            block = self._cache.read(patch.block)
+            block = cache.read(patch.block)
             apply_patch(block, content)
-            self._cache.write(patch.block, block)
+            cache.write(patch.block, block)
         finally:
             self._end_write(patch.session)
 
-    def _begin_write(self, write: Write, frames: FrameSocket) -> None:
-        self._cache.check(write.blocks)
-        expected = len(write.blocks) * self._cache.block_bytes
+    def _begin_write(self, write: Write, frames: FrameSocket, cache: KVCache) -> None:
+        cache.check(write.blocks)
+        expected = len(write.blocks) * cache.block_bytes
         if write.size != expected:
             raise ProtocolError("size_mismatch", f"{write.size} bytes announced, {expected} expected for these blocks")
         self._enter(write.session, frames)
@@ -253,18 +262,18 @@ class Receiver:
     def _copy_mapped(self, write: Write, way: _Way, mapped: cuda_ipc.Mapped) -> None:
         """In pieces, between which it rests and sees whether the session has been revoked."""
         pace = Pace(math.inf if write.urgent else way.bytes_per_s)
-        piece = max(1, CHUNK // self._cache.block_bytes)
+        piece = max(1, CHUNK // way.cache.block_bytes)
         for start in range(0, len(write.blocks), piece):
             if write.session not in self._allowed:
                 raise ProtocolError("unknown_session", "the session was revoked")
             part = slice(start, start + piece)
             mapped.copy(write.source_blocks[part], write.blocks[part])
-            pace.rest((start + piece) * self._cache.block_bytes)
+            pace.rest((start + piece) * way.cache.block_bytes)
 
     def _read_blocks(self, write: Write, way: _Way, reader: Reader) -> None:
-        sizes = self._cache.bytes_per_layer
-        remote = memory.vectors(way.addresses, sizes, write.source_blocks)
-        local = memory.vectors(self._cache.addresses, sizes, write.blocks)
+        sizes = way.cache.bytes_per_layer
+        remote = memory.vectors(way.addresses, sizes, write.source_blocks, way.strides)
+        local = memory.vectors(way.cache.addresses_for(write.blocks), sizes, write.blocks, way.cache.strides)
         if not write.urgent or way.registers:
             pace = math.inf if write.urgent else way.bytes_per_s
             self._read_memory(reader, remote, local, pace, write.session)
@@ -291,45 +300,46 @@ class Receiver:
                 raise ProtocolError("source_unreadable", error.strerror or str(error)) from error
             pace.rest(done)
 
-    def _receive_blocks(self, frames: FrameSocket, blocks: list[int]) -> None:
-        if self._cache.on_host:
-            _take(frames, self._cache.buffers(blocks))
+    def _receive_blocks(self, frames: FrameSocket, blocks: list[int], cache: KVCache) -> None:
+        if cache.on_host:
+            _take(frames, cache.buffers(blocks))
         else:
-            staged = self._cache.staging(len(blocks))
+            staged = cache.staging(len(blocks))
             _take(frames, [memoryview(flat_bytes(tensor)) for tensor in staged])
-            self._cache.scatter(blocks, staged)
+            cache.scatter(blocks, staged)
 
     def _measure(self, frames: FrameSocket, measure: Measure, way: _Way) -> None:
-        """Takes blocks to nowhere."""
-        self._cache.check(measure.blocks)
-        size = len(measure.blocks) * self._cache.block_bytes
-        if size > MEASURE_LIMIT:
+        """Takes blocks of the source to nowhere: nothing here depends on how this worker's own cache is cut."""
+        sizes, places = measure.sizes, list(range(len(measure.blocks)))
+        size = len(places) * sum(sizes)
+        if not sizes or min(sizes) < 1 or size > MEASURE_LIMIT:
             raise ProtocolError("size_mismatch", f"a measurement may have {MEASURE_LIMIT} bytes, not {size}")
-        sizes = self._cache.bytes_per_layer
         with self._measuring:
             if way.mapped is not None:
                 way.mapped.take(measure.blocks)
                 return
-            nowhere = self._nowhere(len(measure.blocks), way)
+            nowhere = self._nowhere([size * len(places) for size in sizes], way)
             if way.reader is None:
-                _take(frames, [memoryview(layer[:length].numpy()) for layer, length in nowhere])
+                _take(frames, [memoryview(layer.numpy()) for layer in nowhere])
                 return
-            remote = memory.vectors(way.addresses, sizes, measure.blocks)
-            places = list(range(len(measure.blocks)))
-            local = memory.vectors([layer.data_ptr() for layer, _ in nowhere], sizes, places)
+            if len(sizes) != len(way.addresses):
+                raise ProtocolError("size_mismatch", f"{len(way.addresses)} layers were offered")
+            remote = memory.vectors(way.addresses, sizes, measure.blocks, way.strides)
+            local = memory.vectors([layer.data_ptr() for layer in nowhere], sizes, places)
             self._read_memory(way.reader, remote, local, math.inf, "")
 
-    def _nowhere(self, count: int, way: _Way) -> list[tuple[torch.Tensor, int]]:
-        """Where measured blocks go, layer by layer as in a cache, with the bytes of so many blocks. Kept: to touch new
-        memory costs more than to copy."""
-        sizes = self._cache.bytes_per_layer
-        if not self._scratch or self._scratch[0].numel() < count * sizes[0]:
-            self._scratch = [torch.zeros(count * size, dtype=torch.uint8) for size in sizes]
+    def _nowhere(self, sizes: list[int], way: _Way) -> list[torch.Tensor]:
+        """Where measured blocks go, layer by layer as in a cache, with so many bytes each. Kept: to touch new memory
+        costs more than to copy."""
+        if len(self._scratch) < len(sizes) or any(
+            layer.numel() < size for layer, size in zip(self._scratch, sizes, strict=False)
+        ):
+            self._scratch = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
             self._scratch_registered = False
         if way.registers and not self._scratch_registered:
             self._cache.nixl.register(self._scratch)
             self._scratch_registered = True
-        return [(layer, count * size) for layer, size in zip(self._scratch, sizes, strict=True)]
+        return [layer[:size] for layer, size in zip(self._scratch, sizes, strict=False)]
 
 
 def _take(frames: FrameSocket, views: list[memoryview]) -> None:

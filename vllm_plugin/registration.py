@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import random
+import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
@@ -17,7 +18,9 @@ from importlib.metadata import version
 from typing import Any
 
 import httpx
+import psutil
 
+from vllm_plugin import devices, engine_arguments
 from vllm_plugin.settings import PluginSettings
 from vllm_plugin.wire import PROTOCOL_VERSION
 
@@ -77,25 +80,26 @@ def gather_facts(settings: PluginSettings, args: Namespace, vllm_config: Any) ->
             "max_num_seqs": scheduler.max_num_seqs,
             "max_num_batched_tokens": scheduler.max_num_batched_tokens,
             "enforce_eager": model.enforce_eager,
+            **_heads(model),
+            "start_s": round(time.time() - psutil.Process().create_time(), 1),
+            "engine_args": engine_arguments.reported(args, vllm_config),
         },
         topology={
             "tensor_parallel_size": parallel.tensor_parallel_size,
             "pipeline_parallel_size": parallel.pipeline_parallel_size,
             "gpu_memory_utilization": cache.gpu_memory_utilization,
-            "visible_gpu_ids": _visible_gpu_ids(parallel.world_size),
+            "visible_gpu_ids": devices.visible_gpu_ids(parallel.world_size),
+            **devices.described(),
         },
     )
 
 
-def _visible_gpu_ids(world_size: int) -> list[int | str]:
-    """Indexes of the GPUs that this instance uses, or their UUIDs where it was started with these; empty on CPUs."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        return []
-    listed = os.environ.get(current_platform.device_control_env_var, "")
-    visible = [name.strip() for name in listed.split(",") if name.strip()] or [str(n) for n in range(world_size)]
-    return [int(name) if name.isdecimal() else name for name in visible[:world_size]]
+def _heads(model: Any) -> dict[str, int]:
+    """What a tensor or pipeline parallel size must divide, or not exceed, as far as the model says it."""
+    text = getattr(model, "hf_text_config", None)
+    names = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    found = {name: getattr(text, name, None) for name in names}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
 
 
 class Registration:
@@ -105,6 +109,7 @@ class Registration:
         status: asks the engine; may raise.
         listening: true as soon as the HTTP server accepts connections; nothing is announced before.
         warm_up: awaited once before the first announcement.
+        registered: called each time the panel has taken the registration.
         transport: for tests; None = the network.
     """
 
@@ -116,6 +121,7 @@ class Registration:
         listening: Callable[[], bool],
         transport: httpx.AsyncBaseTransport | None = None,
         warm_up: Callable[[], Awaitable[None]] | None = None,
+        registered: Callable[[], None] | None = None,
     ) -> None:
         self.facts = facts
         self.vllm_hi_id: str | None = None
@@ -123,6 +129,7 @@ class Registration:
         self._status = status
         self._listening = listening
         self._warm_up = warm_up
+        self._registered = registered
         self._known = False
         self._failures = 0
         self._said = ""
@@ -141,13 +148,13 @@ class Registration:
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="vllm-hi-registration")
 
-    async def stop(self) -> None:
-        """Ends the heartbeats and tells the panel, as far as it can be reached."""
+    async def stop(self, goodbye: bool | None = None) -> None:
+        """Ends the heartbeats and tells the panel, as far as it can be reached; by default if it knows us."""
         for task in (self._task, self._asking):
             if task is not None:
                 task.cancel()
                 await asyncio.wait({task})
-        if self._known:
+        if self._known if goodbye is None else goodbye:
             try:
                 await self._post("deregister", {"vllm_hi_id": self.vllm_hi_id}, timeout=GOODBYE_TIMEOUT_S)
             except (httpx.HTTPError, PanelRefused) as error:
@@ -208,6 +215,7 @@ class Registration:
             "factors": status["factors"],
             "capabilities": status["migration"],
             "adapters": status["adapters"],
+            "engine": status.get("engine", {}),
             "pid": os.getpid(),
         }
         if self.vllm_hi_id is not None:
@@ -217,12 +225,16 @@ class Registration:
             raise PanelRefused(_reason(answer))
         self.vllm_hi_id = str(answer["vllm_hi_id"])
         self._known = True
+        if self._registered is not None:
+            self._registered()
 
     async def _heartbeat(self, status: Status) -> None:
-        fields = ("role", "kv", "requests", "control_port", "factors", "adapters")
-        answer = await self._post(
-            "heartbeat", {"vllm_hi_id": self.vllm_hi_id, **{name: status[name] for name in fields}}
-        )
+        fields = ("role", "kv", "requests", "control_port", "factors", "adapters", "engine")
+        payload = {"vllm_hi_id": self.vllm_hi_id, **{name: status[name] for name in fields if name in status}}
+        if "role_held_s" in status:
+            # An old status is sent again while the engine is busy; the role has been held for so much longer.
+            payload["role_held_s"] = status["role_held_s"] + asyncio.get_running_loop().time() - self._last_at
+        answer = await self._post("heartbeat", payload)
         self._known = answer.get("known", True) is not False
 
     async def _post(self, call: str, payload: dict[str, Any], timeout: float = PANEL_TIMEOUT_S) -> dict[str, Any]:

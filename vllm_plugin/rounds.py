@@ -249,7 +249,8 @@ def _grow(session: SourceSession, parts: list[Part], snapshots: dict[str, Snapsh
         tokens = snapshot.output_tokens[member.told_tokens - snapshot.since :]
         full = snapshot.valid_tokens // block_size * block_size
         capacity = snapshot.valid_tokens + block_size if snapshot.valid_tokens else 0
-        items.append(GrowItem(move.ticket, part, tokens, full, capacity, member.sent_blocks * block_size))
+        sent = member.sent_blocks * block_size
+        items.append(GrowItem(move.ticket, part, tokens, full, capacity, sent, move.staged))
     if not items:
         return []
     grown = session.target.ask(lambda call: Grow(call, items))

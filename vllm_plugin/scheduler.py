@@ -15,7 +15,15 @@ from vllm_plugin.book import MoveBook, SchedulerListener, own_columns
 from vllm_plugin.compat import AsyncScheduler, RequestStatus, Scheduler
 from vllm_plugin.first_steps import NEVER, StepCosts, held
 from vllm_plugin.pulse import Pulse
-from vllm_plugin.queues import nothing_waits, promised_run_slots, put_back_first, take_from_queue
+from vllm_plugin.queues import (
+    committed_waiting,
+    nothing_waits,
+    promised_run_slots,
+    put_back_first,
+    run_slots,
+    take_from_queue,
+)
+from vllm_plugin.staging import Staging, can_restore, restore
 
 __all__ = [
     "CHOICES_ARGUMENT",
@@ -80,6 +88,7 @@ class MigrationScheduler(Scheduler):
         self.costs = StepCosts()
         self._generated = 0
         self._went_first: set[str] = set()
+        self.staging = Staging()
         #: Seconds to wait before each step, for a migration that cannot keep pace (pacing.py, `brake`).
         self.pause_s = 0.0
         #: How long the next step has waited for a commit.
@@ -105,6 +114,8 @@ class MigrationScheduler(Scheduler):
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def has_requests(self) -> bool:
+        if can_restore(self):
+            return True
         # With nothing but frozen requests the step loop would spin without doing anything.
         frozen = self.book.frozen
         if (
@@ -125,18 +136,31 @@ class MigrationScheduler(Scheduler):
         if self.pause_s:
             time.sleep(self.pause_s)
         now = time.monotonic()
-        if self._generated and self.running:
-            self.costs.note(self._generated, now - self.pulse.last)
-        self.pulse.beat(now)
+        went_on = bool(self.running)
         if self.migration_listener is not None:
             self.migration_listener.step_begins()
         promised = self.book.promised(now)
+        if self.staging.waiting:
+            promised += self._restore_staged()
         with promised_run_slots(self, promised), held(self._others_of_arrived()):
             scheduled = super().schedule(*args, **kwargs)
         self.waited_s = 0.0
-        counts = scheduled.num_scheduled_tokens.values()
-        self._generated = len(counts) if all(count == 1 for count in counts) else 0
+        # With several batches in flight it is also asked when all requests are on their way: no step begins then.
+        if counts := scheduled.num_scheduled_tokens.values():
+            if self._generated and went_on:
+                self.costs.note(self._generated, now - self.pulse.last)
+            self.pulse.beat(now)
+            self._generated = len(counts) if all(count == 1 for count in counts) else 0
         return scheduled
+
+    def _restore_staged(self) -> int:
+        """Lets staged requests go on that have room. Returns run slots to keep free: all, while one is first in
+        line."""
+        moves, installs = restore(self)
+        if installs and self.migration_listener is not None:
+            self.migration_listener.unstage(moves, installs)
+        first_in_line = self.staging.waiting and self.running and not committed_waiting(self)
+        return run_slots(self) if first_in_line else 0
 
     @property
     def step_s(self) -> float:
@@ -199,6 +223,9 @@ class MigrationScheduler(Scheduler):
         if ticket is not None and self.migration_listener is not None:
             self.migration_listener.parked_gone(ticket)
         book.forget(request_id)
+        self.staging.forget(request_id)
+        if request_id not in book.pinned:
+            self.staging.give_back(request_id)
         return result
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -227,6 +254,8 @@ class MigrationScheduler(Scheduler):
     def unpin(self, request_id: str) -> None:
         """Nobody else touches the request's blocks any more: what was held back is freed."""
         self.book.pinned.discard(request_id)
+        if request_id not in self.requests:
+            self.staging.give_back(request_id)
         blocks = self.book.quarantine.pop(request_id, None)
         if not blocks:
             return

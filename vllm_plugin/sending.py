@@ -19,6 +19,7 @@ from vllm_plugin.data_messages import Measure, Offer, Patch, Reach, Reached, Rec
 from vllm_plugin.kv_cache import KVCache
 from vllm_plugin.pacing import Pace
 from vllm_plugin.patching import patch_of
+from vllm_plugin.topology import Place
 from vllm_plugin.wire import FrameSocket, ProtocolError
 
 __all__ = ["Measured", "Sender"]
@@ -49,7 +50,7 @@ class Measured:
 
 
 class Sender:
-    """Sends blocks of `cache` to one worker of B. One transfer at a time.
+    """Sends blocks of `cache`, which may be a part of this worker's, to one worker of B. One transfer at a time.
 
     Attributes:
         transport: what is really in use. reason: why it is not the fastest one, "" where it is.
@@ -58,15 +59,25 @@ class Sender:
     Args:
         dial: opens an authenticated connection to the worker.
         backend: transport that the operator wants, "" for the fastest.
+        places: where the blocks go in those of the worker; none where whole blocks go.
 
     Raises:
         OSError, ProtocolError: B's worker cannot be reached, or refuses the session.
     """
 
     def __init__(
-        self, cache: KVCache, dial: Callable[[], FrameSocket], session: str, backend: str, bytes_per_s: float
+        self,
+        cache: KVCache,
+        dial: Callable[[], FrameSocket],
+        session: str,
+        backend: str,
+        bytes_per_s: float,
+        places: tuple[Place, ...] = (),
     ) -> None:
         self._cache = cache
+        self._places = places
+        #: B's process that may read this one, 0 for none.
+        self._reader = 0
         self._session = session
         self._bytes_per_s = bytes_per_s
         self._dial = dial
@@ -91,12 +102,10 @@ class Sender:
         host = memory.host_identity()
         # What was asked for and cannot be had is an error, and not a reason to take something else.
         agent = self._cache.nixl.metadata if backend == "rdma" else b""
-        reached = self._ask(
-            frames, Reach(self._session, host, os.getpid(), backend, self._bytes_per_s, self._cache.device)
-        )
-        offer = Offer(self._cache.addresses, self._cache.bytes_per_layer)
+        reached = self._ask(frames, self._opening(host, backend))
+        offer = Offer(self._cache.addresses, self._cache.bytes_per_layer, self._cache.strides)
         if reached.transport == "memory":
-            memory.let_read(reached.pid)
+            self._let_read(reached.pid)
             # B reads this once: whoever reads it right can read the blocks too.
             offer.check = secrets.token_bytes(32)
             held = np.frombuffer(bytearray(offer.check), np.uint8)
@@ -107,7 +116,7 @@ class Sender:
             reached = self._ask(frames, offer)
         elif reached.transport == "cuda_ipc":
             # File descriptors of expandable segments are taken from this process, for which the same right is needed.
-            memory.let_read(reached.pid)
+            self._let_read(reached.pid)
             try:
                 offer.gpu, offer.layers = cuda_ipc.gpu_of(self._cache.rows[0]), cuda_ipc.export(self._cache.rows)
             except ProtocolError as error:
@@ -115,6 +124,21 @@ class Sender:
             reached = self._ask(frames, offer)
         self._reads = reached.transport != "tcp"
         self.transport, self.reason, self._same_host = reached.transport, reached.message, reached.same_host
+
+    def _let_read(self, pid: int) -> None:
+        memory.let_read(pid)
+        self._reader = pid
+
+    def _opening(self, host: str, backend: str) -> Reach:
+        return Reach(self._session, host, os.getpid(), backend, self._bytes_per_s, self._cache.device, self._places)
+
+    def _another(self) -> FrameSocket:
+        """One more connection for bytes over TCP."""
+        frames = self._connect()
+        if self._places:
+            # B takes what comes on a connection for whole blocks until it is told otherwise.
+            self._ask(frames, self._opening("", "tcp"))
+        return frames
 
     @staticmethod
     def _ask(frames: FrameSocket, message: Reach | Offer) -> Reached:
@@ -188,7 +212,7 @@ class Sender:
             self._write(self._channels[0], source, target, bytes_per_s)
         else:
             while len(self._channels) < len(parts):
-                self._channels.append(self._connect())
+                self._channels.append(self._another())
             share = bytes_per_s / len(parts)
             written = [
                 self._pool.submit(self._write, channel, source[part], target[part], share)
@@ -252,7 +276,7 @@ class Sender:
     def _measured(self, blocks: list[int]) -> float:
         frames = self._channels[0]
         started = time.monotonic()
-        frames.send(Measure(blocks))
+        frames.send(Measure(blocks, self._cache.bytes_per_layer))
         if not self._reads:
             self._send_bytes(frames.sock, blocks, Pace(math.inf))
         self._until_written(frames)
@@ -261,6 +285,9 @@ class Sender:
     def close(self) -> None:
         for frames in self._channels:
             frames.close()
+        if self._reader:
+            memory.forbid_read(self._reader)
+            self._reader = 0
 
 
 def _send_pieces(sock: socket.socket, content: memoryview) -> None:

@@ -16,6 +16,7 @@ from typing import Literal, cast
 __all__ = ["PluginSettings", "migration_requested", "nap_seconds"]
 
 InstanceType = Literal["A", "B"]
+StandbyKind = Literal["cold", "warm"]
 #: `tcp_shm`: on one host the target reads the source's memory, between hosts TCP. `tcp`: TCP everywhere. `cuda_ipc`:
 #: the target reads the source's GPU memory. `rdma`: NIXL.
 TRANSFER_BACKENDS = ("tcp_shm", "tcp", "cuda_ipc", "rdma")
@@ -45,10 +46,13 @@ class PluginSettings:
         bind: address that the data and control listeners bind to and that is advertised to the others.
         transfer_backend: None = chosen automatically.
         transfer_bytes_per_s: limit for copying KV while requests are decoded, per worker.
+        staging_bytes: host memory for KV blocks of requests that move here before there is room; 0 = none.
         request_filter: `module.Class` of a request filter, or None.
         nap_s: how long vLLM's processes sleep between two looks when they wait for each other; 0 = they do not sleep.
         max_incr_rounds, incr_stall_rounds: stop rules of the rounds, counts.
         enable_faults: test switch, opens `POST /vllm_hi/faults`.
+        standby: what it is as a standby: `cold` without an engine, `warm` with one. None: as a B it starts cold, and an
+            engine that has been brought up stays.
     """
 
     instance_type: InstanceType
@@ -60,16 +64,23 @@ class PluginSettings:
     bind: str = "127.0.0.1"
     transfer_backend: str | None = None
     transfer_bytes_per_s: float = 1.5e9
+    staging_bytes: int = 256 * 1024**2
     request_filter: str | None = None
     nap_s: float = 0.0
     max_incr_rounds: int = 8
     incr_stall_rounds: int = 2
     enable_faults: bool = False
+    standby: StandbyKind | None = None
 
     @property
     def panel_url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
+
+    @property
+    def has_standby_process(self) -> bool:
+        """Whether the engine is run by a standby process (vllm_plugin/standby.py)."""
+        return self.standby == "cold" or (self.instance_type == "B" and self.standby is None)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> PluginSettings:
@@ -92,6 +103,9 @@ class PluginSettings:
         request_filter = environ.get("VLLM_HI_REQUEST_FILTER") or None
         if request_filter and not _CLASS_PATH.fullmatch(request_filter):
             raise ValueError(f"VLLM_HI_REQUEST_FILTER is {request_filter!r}: write it as module.Class")
+        standby = environ.get("VLLM_HI_STANDBY") or None
+        if standby not in (None, "cold", "warm"):
+            raise ValueError(f"VLLM_HI_STANDBY (--vllm-hi-standby) is {standby!r}: set it to cold or warm, or unset it")
         return cls(
             instance_type=cast(InstanceType, instance_type),
             host=host,
@@ -102,11 +116,13 @@ class PluginSettings:
             bind=_bind_address(environ.get("VLLM_HI_BIND", ""), host, port),
             transfer_backend=backend,
             transfer_bytes_per_s=1e6 * _integer(environ, "VLLM_HI_TRANSFER_MB_PER_S", 1500, 1, 1_000_000),
+            staging_bytes=1024**2 * _integer(environ, "VLLM_HI_STAGING_MB", 256, 0, 1_000_000),
             request_filter=request_filter,
             nap_s=nap_seconds(environ),
             max_incr_rounds=_integer(environ, "VLLM_HI_MAX_INCR_ROUNDS", 8, 1, 1000),
             incr_stall_rounds=_integer(environ, "VLLM_HI_INCR_STALL_ROUNDS", 2, 1, 1000),
             enable_faults=environ.get("VLLM_HI_ENABLE_FAULTS", "") == "1",
+            standby=cast(StandbyKind | None, standby),
         )
 
 

@@ -82,6 +82,11 @@ class SourceSession:
             self._rounds[number] = rounds.run_round(self, number, slow_source)
         return self._rounds[number]
 
+    @property
+    def next_round(self) -> int:
+        """The number of a round that has not been run."""
+        return max(self._rounds, default=-1) + 1
+
     def handover(self, request_ids: list[str] | None, wave: int, mode: HandoverMode = "rolling") -> dict[str, Any]:
         """Moves attached requests in waves; each has its own short gap. Returns one result per request."""
         self.check()
@@ -96,7 +101,8 @@ class SourceSession:
             hand_over(self, chosen[start : start + wave], mode)
         deadline = time.monotonic() + MEASURE_S
         for move in chosen:
-            if move.state == "moved" and move.streamed:
+            # A client whose request waits in B's queue waits as long as that lasts.
+            if move.state == "moved" and move.streamed and not move.queued:
                 move.measured.wait(max(0.0, deadline - time.monotonic()))
         return {"results": [move.result() for move in self.take_ended()]}
 

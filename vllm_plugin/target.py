@@ -74,6 +74,11 @@ class TargetSession:
         self._pinned: dict[str, set[str]] = {}
         self._accepted: set[str] = set()
 
+    @property
+    def accepted(self) -> int:
+        """How many requests have been committed here."""
+        return len(self._accepted)
+
     # -- messages of A -------------------------------------------------------------------------------------------------
 
     def handle(self, message: Any) -> None:
@@ -84,7 +89,7 @@ class TargetSession:
         elif isinstance(message, Grow):
             self.engine.faults.say("grown", self.link, self.engine.on_engine(lambda: self._grow(message)))
         elif isinstance(message, Prepare):
-            refused = self.engine.on_engine(lambda: self._prepare(message.tickets))
+            refused = self.engine.on_engine(lambda: self._prepare(message.tickets, message.queue))
             step_s = self.engine.scheduler.step_s
             self.engine.faults.say("prepared", self.link, Refusals(message.call, refused, step_s))
         elif isinstance(message, Coming):
@@ -132,10 +137,11 @@ class TargetSession:
         self._commit_here.set()
 
     def opened(self, call: int) -> None:
-        self.engine.workers.allow(self.id)
+        workers = self.engine.workers
+        workers.allow(self.id)
         SWITCHING.hold(self.id)
-        ports = [info["data_port"] for info in self.engine.workers.infos]
-        self.link.send(SessionOpened(call, self.id, self.engine.settings.bind, ports))
+        ports = [info["data_port"] for info in workers.infos]
+        self.link.send(SessionOpened(call, self.id, self.engine.settings.bind, ports, workers.layout))
 
     # -- on the engine thread ------------------------------------------------------------------------------------------
 
@@ -192,13 +198,13 @@ class TargetSession:
             self._pinned.setdefault(item.ticket, set()).add(parked.request.request_id)
         return result
 
-    def _prepare(self, tickets: list[str]) -> list[Refusal]:
+    def _prepare(self, tickets: list[str], queue: bool) -> list[Refusal]:
         refused = []
         for ticket in tickets:
             stream = self.engine.scheduler.book.parked.get(ticket)
             if stream is None or not stream.complete:
                 refused.append(Refusal(ticket, *_UNKNOWN))
-            elif refusal := parked_requests.prepare(self.engine.scheduler, stream):
+            elif refusal := parked_requests.prepare(self.engine.scheduler, stream, queue):
                 refused.append(refusal)
         return refused
 
@@ -235,10 +241,12 @@ class TargetSession:
         self.engine.end_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def revoke_parked(self) -> None:
-        """Drops what has no promised run slot. A is told and stops writing; then the blocks are free (`Release`)."""
-        now = time.monotonic()
+        """Drops what holds blocks and has no promised run slot. A is told and stops writing; then the blocks are free
+        (`Release`)."""
+        now, blocks = time.monotonic(), self.engine.scheduler.kv_cache_manager.get_block_ids
         for ticket, stream in list(self.engine.scheduler.book.parked.items()):
-            if stream.prepared_until < now:
+            holds = any(blocks(member.request.request_id)[0] for member in stream.arrived())
+            if holds and stream.prepared_until < now:
                 self.drop(ticket, "the target ran out of free blocks")
                 self.link.send(Parked(ticket, False, "target_out_of_blocks", "The target needs its blocks itself."))
 

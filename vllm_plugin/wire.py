@@ -42,7 +42,7 @@ __all__ = [
     "read_frame_async",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 #: Largest frame before and after the handshake, in bytes.
 MAX_UNAUTHENTICATED_FRAME = 4 * 1024

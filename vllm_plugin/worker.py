@@ -6,23 +6,20 @@ never passes here.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from typing import Any
 
 import torch
 
-from vllm_plugin.compat import CachedRequestState, sampler_fingerprint
+from vllm_plugin.compat import CachedRequestState, get_pp_group, get_tp_group, sampler_fingerprint
 from vllm_plugin.data import DataServer
 from vllm_plugin.kv_cache import KVCache
+from vllm_plugin.weights import parameter_sums
 
 __all__ = ["MigrationWorker"]
 
 logger = logging.getLogger("vllm.vllm_hi.worker")
-
-#: Elements of each parameter that enter the weights' fingerprint.
-FINGERPRINT_SAMPLES = 16
 
 
 class MigrationWorker:
@@ -34,8 +31,11 @@ class MigrationWorker:
         self, token: str, host: str, first_port: int, cpus: list[int], backend: str, bytes_per_s: float
     ) -> dict[str, Any]:
         """Starts the data server (port `first_port` + rank, or a free one for 0; the rest as `DataServer` wants it) and
-        describes this worker's KV cache."""
-        cache = KVCache(_kv_layers(self.model_runner))
+        describes this worker's KV cache; `refusal` alone says why its blocks cannot be copied."""
+        try:
+            cache = KVCache(_kv_layers(self.model_runner))
+        except ValueError as error:
+            return {"refusal": str(error)}
         started = time.monotonic()
         cache.touch()
         logger.info("KV cache of %d blocks is in memory after %.1f s", cache.num_blocks, time.monotonic() - started)
@@ -50,15 +50,19 @@ class MigrationWorker:
             backend=backend,
             bytes_per_s=bytes_per_s,
         )
+        self.vllm_hi_cache = cache
         # Kept alive by its threads; the reference lets a debugger find it.
         self.vllm_hi_data_server = server
         return {
             "data_port": server.port,
+            "tp_rank": get_tp_group().rank_in_group,
+            "pp_rank": get_pp_group().rank_in_group,
             "layers": cache.names,
-            "block_bytes": cache.block_bytes,
+            "kv_heads": cache.heads,
+            "bytes_per_layer": cache.bytes_per_layer,
             "kv_shape": cache.shape(),
             "cpu_isa": _cpu_isa(self.model_runner),
-            "weights": _weights_fingerprint(self.model_runner),
+            "weights": parameter_sums(self.model_runner.get_model(), get_tp_group().rank_in_group),
             "runner": type(self.model_runner).__name__,
             "rng": f"{self.model_runner.device.type}-{sampler_fingerprint()}-{_rng_family(self.model_runner)}",
         }
@@ -91,6 +95,16 @@ class MigrationWorker:
                 output_token_ids=list(install["output_token_ids"]),
                 lora_request=install["lora_request"],
             )
+
+    def vllm_hi_stage(self, blocks: int) -> tuple[int, int]:
+        """Makes room in host memory for so many blocks; returns (id of the first, how many there are)."""
+        first = self.vllm_hi_cache.stage(blocks)
+        return first, self.vllm_hi_cache.staged.count
+
+    def vllm_hi_unstage(self, moves: list[tuple[int, int]], installs: list[dict[str, Any]]) -> None:
+        """Copies staged blocks into the KV cache and makes their requests known to the model runner."""
+        self.vllm_hi_cache.unstage(moves)
+        self.vllm_hi_install(installs)
 
     def _vllm_hi_generator(self, state: bytes | None) -> torch.Generator | None:
         if state is None:
@@ -131,17 +145,3 @@ def _cpu_isa(model_runner: Any) -> str:
         if isa := getattr(layer, "isa", None):
             return str(isa)
     return ""
-
-
-def _weights_fingerprint(model_runner: Any) -> str:
-    """SHA-256 over names, shapes and evenly spaced samples of all parameters: tells two fine-tunes of one architecture
-    apart in milliseconds; it is no proof that two models are equal."""
-    digest = hashlib.sha256()
-    # An engine that may load adapters wraps its layers; their weights are the same.
-    named = {name.replace(".base_layer", ""): one for name, one in model_runner.get_model().named_parameters()}
-    for name, parameter in sorted(named.items()):
-        flat = parameter.detach().reshape(-1)
-        step = max(1, flat.numel() // FINGERPRINT_SAMPLES)
-        digest.update(f"{name}{tuple(parameter.shape)}{parameter.dtype}".encode())
-        digest.update(flat[::step][:FINGERPRINT_SAMPLES].float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:32]

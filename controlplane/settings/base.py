@@ -36,6 +36,8 @@ VLLM_HI_SESSION_LEASE_S = env.float("VLLM_HI_SESSION_LEASE_S", default=30.0)
 VLLM_HI_ROUTE_ACK_S = 5.0
 #: Seconds. How long requests that cannot move may keep the source of a migration alive.
 VLLM_HI_DRAIN_DEADLINE_S = env.float("VLLM_HI_DRAIN_DEADLINE_S", default=120.0)
+#: Seconds. How long a standby may take to bring its engine up.
+VLLM_HI_INSTANTIATE_DEADLINE_S = env.float("VLLM_HI_INSTANTIATE_DEADLINE_S", default=900.0)
 #: Requests that are handed over at the same time. Small waves: a small gap for each client.
 VLLM_HI_HANDOVER_WAVE = env.int("VLLM_HI_HANDOVER_WAVE", default=4)
 VLLM_HI_MAX_INCR_ROUNDS = env.int("VLLM_HI_MAX_INCR_ROUNDS", default=8)

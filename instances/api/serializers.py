@@ -30,16 +30,18 @@ def _adapters() -> serializers.ListField:
 
 class InstanceSerializer(serializers.ModelSerializer[Instance]):
     base_url = serializers.CharField(read_only=True)
+    alias_name = serializers.CharField(read_only=True)
     is_alive = serializers.BooleanField(read_only=True)
     is_busy = serializers.BooleanField(read_only=True)
+    state = serializers.CharField(read_only=True)
 
     class Meta:
         model = Instance
         fields = [
-            "vllm_hi_id", "ip", "port", "base_url", "instance_type", "status", "routed", "is_alive", "is_busy",
-            "served_model_name", "inference_params", "topology", "data_port", "control_port", "protocol_version",
-            "plugin_version", "factors", "capabilities", "kv", "requests", "adapters", "registered_at",
-            "last_heartbeat_at",
+            "vllm_hi_id", "ip", "port", "base_url", "instance_type", "status", "state", "routed", "alias_name",
+            "is_alive", "is_busy", "served_model_name", "inference_params", "topology", "data_port", "control_port",
+            "protocol_version", "plugin_version", "factors", "capabilities", "kv", "requests", "adapters", "engine",
+            "registered_at", "last_heartbeat_at",
         ]  # fmt: skip
 
 
@@ -76,6 +78,7 @@ class RegistrationSerializer(serializers.Serializer[Any]):
     factors = serializers.DictField(required=False)
     capabilities = serializers.DictField(required=False)
     adapters = _adapters()
+    engine = serializers.DictField(required=False)
     pid = serializers.IntegerField(min_value=0, required=False, allow_null=True)
 
     def validate_ip(self, value: str) -> str:
@@ -92,10 +95,12 @@ class RegistrationSerializer(serializers.Serializer[Any]):
 class HeartbeatSerializer(serializers.Serializer[Any]):
     vllm_hi_id = serializers.CharField(max_length=64)
     role = serializers.CharField(max_length=16, required=False)
+    role_held_s = serializers.FloatField(min_value=0, required=False)
     kv = serializers.DictField(required=False)
     requests = serializers.DictField(required=False)
     factors = serializers.DictField(required=False)
     adapters = _adapters()
+    engine = serializers.DictField(required=False)
     control_port = serializers.IntegerField(min_value=0, max_value=65535, required=False)
 
 

@@ -28,6 +28,8 @@ from migrations_app.api.serializers import (
 from migrations_app.choices import MigrationState
 from migrations_app.models import MigrationJob
 from migrations_app.preflight import run_preflight
+from migrations_app.selection import Selection
+from migrations_app.wishes import Wishes
 
 __all__ = ["MigrationViewSet", "SeedMigrateView", "SeedMigrationStatusView"]
 
@@ -63,7 +65,8 @@ class MigrationViewSet(mixins.ListModelMixin, mixins.RetrieveModelMixin, viewset
 
     @extend_schema(request=CreateMigrationSerializer, responses={201: JobSerializer})
     def create(self, request: Request) -> Response:
-        """Starts a migration. 404 `unknown_instance`, 400 `same_instance`, 409 when one of them is not ready."""
+        """Starts a migration. 404 `unknown_instance`, 400 `same_instance`, 409 when one of them is not ready, 422
+        `selection_needs_keep_source_active`."""
         wish = CreateMigrationSerializer(data=request.data)
         wish.is_valid(raise_exception=True)
         try:
@@ -74,6 +77,12 @@ class MigrationViewSet(mixins.ListModelMixin, mixins.RetrieveModelMixin, viewset
                 request.user,
                 mode=wish.validated_data["mode"],
                 tn=wish.validated_data["tn"],
+                target_tp=wish.validated_data.get("target_tp"),
+                target_pp=wish.validated_data.get("target_pp"),
+                target_gpu_memory_utilization=wish.validated_data.get("target_gpu_memory_utilization"),
+                target_model=wish.validated_data.get("target_model") or "",
+                selection=Selection.of(wish.validated_data.get("selection")),
+                drain_deadline_s=wish.validated_data.get("drain_deadline_s"),
             )
         except services.MigrationRefused as refusal:
             raise _api_error(refusal) from refusal
@@ -89,7 +98,17 @@ class MigrationViewSet(mixins.ListModelMixin, mixins.RetrieveModelMixin, viewset
             source, target = services.check_pair(pair.validated_data["source"], pair.validated_data["target"])
         except services.MigrationRefused as refusal:
             raise _api_error(refusal) from refusal
-        return Response(run_preflight(source, target, pair.validated_data["mode"]).as_dict())
+        data = pair.validated_data
+        wishes = Wishes(
+            data.get("target_tp"),
+            data.get("target_pp"),
+            data.get("target_gpu_memory_utilization"),
+            data.get("target_model") or "",
+        )
+        selection = Selection.of(data.get("selection"))
+        deadline = data.get("drain_deadline_s")
+        found = run_preflight(source, target, data["mode"], wishes, selection=selection, drain_deadline_s=deadline)
+        return Response(found.as_dict())
 
     @extend_schema(
         parameters=[OpenApiParameter("after", int, description="number of the last event you have")],
@@ -150,6 +169,8 @@ class SeedMigrateView(APIView):
                 request.user,
                 mode=data["mode"],
                 tn=data["tn"],
+                selection=Selection.of(data.get("selection")),
+                drain_deadline_s=data.get("drain_deadline_s"),
                 target_tp=data.get("target_tp"),
                 target_pp=data.get("target_pp"),
                 target_gpu_memory_utilization=data.get("target_gpu_memory_utilization"),

@@ -27,7 +27,7 @@ function checkRow(check) {
     values.append(check.source_value && check.target_value ? " → " : "", text("span", "target-value", check.target_value));
   }
   body.append(text("span", "check-name", check.name.replaceAll("_", " ")), values);
-  if (check.level !== "ok" && check.remedy) body.append(text("span", "remedy", check.remedy));
+  if (check.remedy) body.append(text("span", "remedy", check.remedy));
   row.append(mark, body);
   return row;
 }
@@ -39,9 +39,29 @@ function estimateSentence(estimate) {
   return `About ${what}, ${count(estimate.blocks)} blocks, ${size(estimate.bytes)}, ${seconds(estimate.seconds)} in ${estimate.rounds} rounds.`;
 }
 
+/** How a target without an engine shall be brought up; what is empty is left to it. */
+function wishes(form) {
+  const names = ["target_tp", "target_pp", "target_gpu_memory_utilization"];
+  const given = names.filter((name) => form.elements[name]?.value);
+  return Object.fromEntries(given.map((name) => [name, Number(form.elements[name].value)]));
+}
+
+/** The conditions that are filled in, as the API wants them; null where they do not count. */
+function selectionOf(form) {
+  if (form.elements.migration_type.value !== "keep_source_active") return null;
+  const selection = {};
+  for (const input of form.querySelectorAll("#selection input")) {
+    const value = input.value.trim();
+    if (!value) continue;
+    if (input.name === "request_ids") selection.request_ids = value.split(/[\s,]+/);
+    else selection[input.name] = input.type === "number" ? Number(value) : value;
+  }
+  return Object.keys(selection).length ? selection : null;
+}
+
 /** @param {HTMLFormElement} form the server's form, on its own page or in a dialog */
 export function enhanceMigrateForm(form) {
-  const { target, mode } = form.elements;
+  const { target, mode, drain_deadline_s: deadline } = form.elements;
   const start = form.querySelector("button[value=start]");
   const part = (name) => form.querySelector(`[data-part=${name}]`);
   const startBlocked = start.disabled && !target.value;
@@ -69,6 +89,9 @@ export function enhanceMigrateForm(form) {
         source: form.dataset.source,
         target: target.value,
         mode: mode.value,
+        ...wishes(form),
+        selection: selectionOf(form),
+        drain_deadline_s: deadline.value === "" ? null : Number(deadline.value),
       });
       ({ level, estimate } = preflight);
       list = preflight.checks;
@@ -90,6 +113,23 @@ export function enhanceMigrateForm(form) {
 
   target.addEventListener("change", check);
   mode.addEventListener("change", check);
+  form.querySelector("#target-size")?.addEventListener("change", check);
+  const conditions = form.querySelector("#selection");
+  const showConditions = () => {
+    conditions.hidden = form.elements.migration_type.value !== "keep_source_active";
+    // What nobody sees is not sent.
+    conditions.disabled = conditions.hidden;
+  };
+  showConditions();
+  for (const choice of form.elements.migration_type) {
+    choice.addEventListener("change", () => {
+      showConditions();
+      // Only what is selected counts, for the capacity of the target too.
+      if (target.value) check();
+    });
+  }
+  conditions.addEventListener("change", check);
+  deadline.addEventListener("change", check);
   form.addEventListener("submit", () => {
     part("note").textContent = "Starting…";
     // After the browser has read the form: a disabled button would not send its value.

@@ -74,7 +74,7 @@ function showRequests(list) {
     field(row, "id").textContent = request.request_id;
     const shown = field(row, "outcome");
     if (shown.textContent.trim() !== outcome.label) shown.replaceChildren(badge(outcome.label, outcome.tone));
-    field(row, "why").textContent = request.message || request.code || "";
+    field(row, "why").textContent = request.message || request.code || words.ways[request.way] || "";
     field(row, "tokens").textContent = `${count(request.prompt_tokens)} + ${count(request.output_tokens)}`;
     field(row, "blocks").textContent = count(request.kv_blocks);
     field(row, "tail").textContent = request.tail_blocks ? `${request.tail_blocks} · ${size(request.tail_bytes)}` : "–";
@@ -121,7 +121,7 @@ function showNumbers() {
     tile(name, milliseconds(percentile(gaps, share)));
     tile(`${name}x`, multiples.length ? `${times(percentile(multiples, share))} inter-token time` : "");
   }
-  const parts = [["attached", "attached"], ["finished", "ended by themselves"], ["stayed", "stayed"], ["refused", "not movable"]]
+  const parts = [["attached", "attached"], ["finished", "ended by themselves"], ["stayed", "stayed"], ["refused", "not movable"], ["filtered", "kept by the filter"]]
     .map(([outcome, word]) => [rows.filter((row) => row.outcome === outcome).length, word])
     .filter(([howMany]) => howMany)
     .map(([howMany, word]) => `${howMany} ${word}`);

@@ -39,7 +39,7 @@ def test_the_dashboard_shows_instances_and_follows_changes(operator: Page, compl
     factories.job(source, target)
     table = operator.locator("#instances")
     expect(table.get_by_role("row", name=re.compile("a-one"))).to_contain_text("Active")
-    expect(table.get_by_role("row", name=re.compile("b-two"))).to_contain_text("Standby")
+    expect(table.get_by_role("row", name=re.compile("b-two"))).to_contain_text("Ready")
     expect(operator.locator("#cards")).to_contain_text("2 of 2")
     expect(operator.locator("#jobs")).to_contain_text("Pending")
     assert complaints == []
@@ -63,9 +63,9 @@ def test_the_dialog_compares_before_it_lets_start(operator: Page, pair: Pair, co
     expect(start).to_be_disabled()
 
     target.status["factors"]["dtype"] = "float32"
-    dialog.get_by_label("To").select_option("")
+    dialog.get_by_label("To", exact=True).select_option("")
     expect(start).to_be_disabled()
-    dialog.get_by_label("To").select_option("b-two")
+    dialog.get_by_label("To", exact=True).select_option("b-two")
     expect(dialog.get_by_text("Ready", exact=True)).to_be_visible()
     expect(start).to_be_enabled()
     assert not MigrationJob.objects.exists()
@@ -78,6 +78,40 @@ def test_the_dialog_compares_before_it_lets_start(operator: Page, pair: Pair, co
     assert complaints == []
 
 
+def test_the_dialog_selects_requests_for_a_source_that_goes_on(
+    operator: Page, pair: Pair, complaints: list[str]
+) -> None:
+    source, _ = pair
+    source.requests = [
+        {"request_id": f"r{number}", "stream_id": f"s{number}", "prompt_tokens": tokens, "output_tokens": 1,
+         "kv_blocks": 4, "age_s": 3.0, "status": "RUNNING", "migratable": True, "reason": None}
+        for number, tokens in enumerate((50, 9000, 12000))
+    ]  # fmt: skip
+    operator.goto("/instances/a-one/")
+    operator.get_by_role("link", name="Migrate…").click()
+    dialog = operator.get_by_role("dialog")
+    expect(dialog.get_by_text("Ready", exact=True)).to_be_visible()
+    least = dialog.get_by_label("Tokens, at least")
+    expect(least).to_be_hidden()
+    dialog.get_by_label("Keep it serving").check()
+    least.fill("20000")
+    least.press("Tab")
+    checked = dialog.get_by_role("listitem").filter(has_text="selection")
+    expect(checked).to_contain_text("widen the selection")
+    start = dialog.get_by_role("button", name="Start migration")
+    expect(start).to_be_disabled()
+    least.fill("8000")
+    least.press("Tab")
+    expect(checked).to_contain_text("2 of 3 requests")
+    expect(start).to_be_enabled()
+    start.click()
+    operator.wait_for_url("**/migrations/**")
+    job = MigrationJob.objects.get()
+    assert (job.migration_type, job.selection) == ("keep_source_active", {"min_tokens": 8000})
+    expect(operator.locator("#job-facts")).to_contain_text("at least 8000 tokens")
+    assert complaints == []
+
+
 def test_a_migration_starts_without_a_script(operator: Page, context: BrowserContext, pair: Pair) -> None:
     browser = context.browser
     assert browser is not None
@@ -87,7 +121,7 @@ def test_a_migration_starts_without_a_script(operator: Page, context: BrowserCon
     page = plain.new_page()
     page.goto("/instances/a-one/")
     page.get_by_role("link", name="Migrate…").click()
-    page.get_by_label("To").select_option("b-two")
+    page.get_by_label("To", exact=True).select_option("b-two")
     page.get_by_label("Shut it down").check()
     page.get_by_role("button", name="Check").click()
     expect(page.get_by_text("Ready", exact=True)).to_be_visible()

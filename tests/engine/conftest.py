@@ -27,6 +27,7 @@ from benchmarks.live_migration import Migration, MigrationRun, Panel, migrate_un
 from benchmarks.streams import Answer, Request, mixed_requests, run_requests
 from controlplane.serving import Instance, InstanceOptions
 from controlplane.supervisor import ROOT, Stack, StackOptions
+from tests.engine.request_filters import RULE
 
 Result = TypeVar("Result")
 
@@ -68,20 +69,28 @@ class RunningStack:
         model: served model name.
     """
 
-    def __init__(self, state_dir: Path) -> None:
-        self.model = MODEL
+    def __init__(
+        self,
+        state_dir: Path,
+        options: InstanceOptions,
+        first_port: int = FIRST_PORT,
+        target: InstanceOptions | None = None,
+    ) -> None:
+        self.model = options.served_model_name
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="stack", daemon=True)
         self._thread.start()
-        options = StackOptions(
-            state_dir=state_dir,
-            panel_port=FIRST_PORT + 2,
-            first_instance_port=FIRST_PORT,
-            first_data_port=FIRST_PORT + 1000,
-            instances=InstanceOptions(model=str(chat_model()), served_model_name=MODEL, faults=True),
-            say=lambda line: sys.stderr.write(line + "\n"),
+        self.stack = Stack(
+            StackOptions(
+                state_dir=state_dir,
+                panel_port=first_port + 2,
+                first_instance_port=first_port,
+                first_data_port=first_port + 1000,
+                instances=options,
+                instance_b=target,
+                say=lambda line: sys.stderr.write(line + "\n"),
+            )
         )
-        self.stack = Stack(options)
 
     @property
     def url(self) -> str:
@@ -176,6 +185,10 @@ class RunningStack:
         )
         return load
 
+    def begin(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        """Starts a coroutine on the stack's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def migrate(self, source: Instance, target: Instance, **fields: Any) -> str:
         """Starts a migration by the API and returns its id."""
         answer = self.post("/api/v1/migrations", {"source": source.id, "target": target.id, **fields})
@@ -223,6 +236,11 @@ class RunningStack:
         status: dict[str, Any] = self.instance_get(instance, "/vllm_hi/status")
         return status
 
+    def streams_on(self, instance: Instance) -> set[str]:
+        """Stream ids of what runs on an instance."""
+        rows = self.instance_get(instance, "/vllm_hi/requests")["requests"]
+        return {row["stream_id"] for row in rows if row["status"] != "PARKED"}
+
     def free_blocks(self, instance: Instance) -> int:
         return int(self.status(instance)["kv"]["free_blocks"])
 
@@ -249,12 +267,13 @@ class RunningStack:
         self.wait(self.stack.restart_instance(instance.letter))
 
 
-@pytest.fixture(scope="session")
-def stack() -> Iterator[RunningStack]:
-    state_dir = FOLDER / "engine"
+@contextmanager
+def running_stack(name: str, port: int, *instances: InstanceOptions) -> Iterator[RunningStack]:
+    """Starts a product of its own in a folder of that name: one kind of instances for A and B, or one for each."""
+    state_dir = FOLDER / name
     shutil.rmtree(state_dir, ignore_errors=True)
     state_dir.mkdir(parents=True)
-    running = RunningStack(state_dir)
+    running = RunningStack(state_dir, instances[0], port, *instances[1:])
     try:
         running.start()
         # The first steps of an engine are slower than all later ones.
@@ -262,3 +281,14 @@ def stack() -> Iterator[RunningStack]:
         yield running
     finally:
         running.close()
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator[RunningStack]:
+    # The instances find the tests' request filter, which lets everything move until a test says otherwise.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    os.environ["VLLM_HI_REQUEST_FILTER"] = "tests.engine.request_filters.Switchable"
+    os.environ[RULE] = str(FOLDER / "request-filter.json")
+    options = InstanceOptions(model=str(chat_model()), served_model_name=MODEL, faults=True)
+    with running_stack("engine", FIRST_PORT, options) as running:
+        yield running

@@ -44,7 +44,7 @@ def test_an_operator_moves_live_streams_in_the_browser(stack: RunningStack, page
     page.goto(f"/instances/{source.id}/")
     page.get_by_role("link", name="Migrate…").click()
     dialog = page.get_by_role("dialog")
-    dialog.get_by_label("To").select_option(target.id)
+    dialog.get_by_label("To", exact=True).select_option(target.id)
     expect(dialog.get_by_text("Ready", exact=True)).to_be_visible()
     page.screenshot(path=_artifact("engine-dialog.png"))
     dialog.get_by_role("button", name="Start migration").click()

@@ -41,7 +41,7 @@ def pair(transactional_db: None, settings: Any, monkeypatch: pytest.MonkeyPatch)
     settings.VLLM_HI_JOB_RENEW_S = 0.1
     settings.VLLM_HI_ROUTE_ACK_S = 0.3
     settings.VLLM_HI_DRAIN_DEADLINE_S = 1.0
-    monkeypatch.setattr("migrations_app.executor.DRAIN_POLL_S", 0.02)
+    monkeypatch.setattr("migrations_app.moving.DRAIN_POLL_S", 0.02)
     monkeypatch.setattr("migrations_app.finishing.CONVERT_PAUSE_S", 0.02)
     # Nobody takes the job from the queue: the tests run it themselves.
     monkeypatch.setattr("migrations_app.tasks.execute.delay", lambda job_id: None)

@@ -49,6 +49,11 @@ class FakeInstance:
         self.seen_attempt: dict[str, int] = defaultdict(int)
         self.destroyed = False
         self.stopped = False
+        #: Size of its KV cache; what its requests hold is not free.
+        self.total_blocks = 1000
+        self.run_slots = 256
+        #: Host memory for requests that come before there is room.
+        self.staging_blocks = 0
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"fake": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -71,7 +76,9 @@ class FakeInstance:
             time.sleep(0.005)
         raise Dead
 
-    def add_request(self, request_id: str, blocks: int = 5, reason: tuple[str, str] | None = None) -> None:
+    def add_request(
+        self, request_id: str, blocks: int = 5, reason: tuple[str, str] | None = None, age_s: float = 1.0
+    ) -> None:
         self.requests[request_id] = {
             "request_id": request_id,
             "stream_id": f"s-{request_id}",
@@ -80,6 +87,7 @@ class FakeInstance:
             "prompt_tokens": 64,
             "output_tokens": 16,
             "kv_blocks": blocks,
+            "age_s": age_s,
             "migratable": reason is None,
             "reason": {"code": reason[0], "message": reason[1]} if reason else None,
         }
@@ -110,8 +118,19 @@ class FakeInstance:
             "role": self.role,
             "migration": {"supported": True, "missing_probes": []},
             "factors": self.factors,
-            "kv": {"total_blocks": 1000, "free_blocks": 900, "block_size": 16, "bytes_per_block": 1024},
-            "requests": {"running": len(self.requests), "waiting": 0, "parked": 0, "frozen": 0},
+            "kv": {
+                "total_blocks": self.total_blocks,
+                "free_blocks": self.total_blocks - sum(row["kv_blocks"] for row in self.requests.values()),
+                "block_size": 16,
+                "bytes_per_block": 1024,
+            },
+            "requests": {
+                "running": len(self.requests),
+                "waiting": 0,
+                "parked": 0,
+                "frozen": 0,
+                "run_slots": self.run_slots,
+            },
             "control_port": 9100,
             "data_host": "127.0.0.1",
             "data_ports": [9200],
@@ -160,12 +179,18 @@ class FakeInstance:
         assert self.peer is not None
         results = []
         for request_id in body["request_ids"]:
-            row = self.requests.pop(request_id, None)
             self.attached.discard(request_id)
-            if row is None:
+            if request_id not in self.requests:
                 results.append({"request_id": request_id, "outcome": "finished"})
                 continue
-            self.peer.requests[request_id] = row
+            if body["mode"] == "staged" and not self._stage(request_id):
+                full = {"code": "target_out_of_staging", "message": "The target has no staging blocks free."}
+                results.append({"request_id": request_id, "outcome": "stayed", **full})
+                continue
+            row = self.requests.pop(request_id)
+            queued = body["mode"] in ("queued", "staged")
+            # What waits in a queue holds no blocks.
+            self.peer.requests[request_id] = row | {"kv_blocks": 0} if queued else row
             results.append(
                 {
                     "request_id": request_id,
@@ -179,9 +204,18 @@ class FakeInstance:
                     "gap_ms": 42.0,
                     "itl_ms": 21.0,
                     "stages": {"freeze": 1.0},
+                    "recomputed": body["mode"] in ("recompute", "queued"),
+                    "staged": body["mode"] == "staged",
                 }
             )
         return {"results": results}
+
+    def _stage(self, request_id: str) -> bool:
+        assert self.peer is not None
+        blocks = self.requests[request_id]["kv_blocks"]
+        fits: bool = self.peer.staging_blocks >= blocks
+        self.peer.staging_blocks -= blocks * fits
+        return fits
 
     def do_lease(self, body: Body) -> Body:
         return {"expires_in_s": body["lease_s"]}

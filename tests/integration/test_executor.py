@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from controlplane.redis import ACKS_KEY, ROUTING_KEY, connection
-from migrations_app import executor, selectors
+from migrations_app import moving, selectors
 from tests.integration.carried_out import (
     BEFORE,
     SWAPPED,
@@ -252,7 +252,7 @@ def test_one_that_always_stays_is_not_tried_for_ever(pair: Pair, settings: Any) 
     row = {"request_id": "r1", "outcome": "stayed", "code": "no_slot", "message": "B has no free slot."}
     pair.a.do_handover = lambda body: {"results": [row]}  # type: ignore[method-assign]
     job = carry_out(pair.job())
-    assert len(pair.a.named("handover")) == executor.HANDOVER_TRIES
+    assert len(pair.a.named("handover")) == moving.HANDOVER_TRIES
     assert (job.state, job.error_code, outcomes(job)) == ("partial", "drain_deadline", {"r1": "stayed"})
 
 

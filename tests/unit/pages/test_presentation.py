@@ -118,7 +118,7 @@ def test_the_result_of_a_good_migration_is_a_sentence() -> None:
     assert text.startswith(
         "All 8 requests moved from a to b in 4.2 s. The pause that clients saw was 60 ms at the median"
     )
-    assert text.endswith("a is a warm standby now.")
+    assert text.endswith("a is a standby now.")
 
 
 def test_the_result_says_that_nothing_had_to_move() -> None:
@@ -147,3 +147,12 @@ def test_the_estimate_is_a_sentence() -> None:
     assert presentation.estimate(None) == ""
     cost = Estimate(requests=2, blocks=37, bytes=27_300_000, rounds=3, seconds=0.25, gap_ms=1.5)
     assert presentation.estimate(cost) == "About 2 requests, 37 blocks, 27.3 MB, 0.25 s in 3 rounds."
+
+
+def test_a_source_that_goes_on_is_not_said_to_be_left() -> None:
+    done = job(S.DONE, migration_type="keep_source_active", moved_requests=2, total_requests=2)
+    text = presentation.result(done, presentation.numbers([], []))["sentence"]
+    assert text.startswith("All 2 requests moved from a to b")
+    assert text.endswith("a goes on with the others and with new traffic.")
+    none = job(S.DONE, migration_type="keep_source_active", moved_requests=0, total_requests=0)
+    assert "New traffic goes to a." in presentation.result(none, presentation.numbers([], []))["sentence"]

@@ -194,9 +194,12 @@ def test_even_if_its_status_was_lost(operator_api: APIClient) -> None:
         ({"source": "hi-a"}, 400, "invalid_request", "target"),
         (PAIR | {"migration_type": "explode"}, 400, "invalid_request", "migration_type"),
         (PAIR | {"mode": "magic"}, 400, "invalid_request", "mode"),
-        (PAIR | {"migration_type": "keep_source_active"}, 422, "unsupported_policy", "migration_type"),
+        (PAIR | {"selection": {"min_tokens": 1}}, 422, "selection_needs_keep_source_active", "selection"),
         (PAIR | {"tn": 0}, 400, "invalid_request", "tn"),
         (PAIR | {"tn": "many"}, 400, "invalid_request", "tn"),
+        (PAIR | {"drain_deadline_s": -1}, 400, "invalid_request", "drain_deadline_s"),
+        (PAIR | {"drain_deadline_s": 86401}, 400, "invalid_request", "drain_deadline_s"),
+        (PAIR | {"drain_deadline_s": "soon"}, 400, "invalid_request", "drain_deadline_s"),
         (["hi-a"], 400, "invalid_request", None),
     ],
 )
@@ -208,6 +211,18 @@ def test_bad_bodies(operator_api: APIClient, body: Any, status: int, code: str, 
     error = response.json()["error"]
     assert (error["code"], error["param"]) == (code, param)
     assert snapshot() == before
+
+
+@pytest.mark.parametrize(
+    ("wish", "deadline"), [({}, 77.0), ({"drain_deadline_s": None}, 77.0), ({"drain_deadline_s": 0}, 0)]
+)
+def test_the_deadline_for_what_finds_no_room(
+    operator_api: APIClient, settings: Any, wish: dict[str, Any], deadline: float
+) -> None:
+    settings.VLLM_HI_DRAIN_DEADLINE_S = 77.0
+    make_pair()
+    response = operator_api.post("/api/v1/migrations", PAIR | wish, format="json")
+    assert (response.status_code, response.json()["drain_deadline_s"]) == (201, deadline)
 
 
 def test_a_body_that_is_no_json(operator_api: APIClient) -> None:

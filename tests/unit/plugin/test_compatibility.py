@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from vllm_plugin.compatibility import (
@@ -13,6 +15,7 @@ from vllm_plugin.compatibility import (
     refusal,
     warnings,
 )
+from vllm_plugin.topology import heads_text
 
 BASE = {factor.name: "same" for factor in FACTORS} | {
     "max_model_len": "2048",
@@ -80,6 +83,45 @@ def test_each_factor_counts_when_it_differs(factor) -> None:
 )
 def test_a_difference(name: str, value: object, level: str) -> None:
     assert level_of(compare(BASE, BASE | {name: value}), name) == level
+
+
+SIZES = BASE | {
+    "heads": heads_text(8, 4),
+    "kv_groups": "12 FullAttentionSpec (0123)",
+    "tensor_parallel_size": "2",
+    "pipeline_parallel_size": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("other", "level", "says"),
+    [
+        ({"tensor_parallel_size": "1"}, "ok", "2 shares become 1."),
+        ({"tensor_parallel_size": "8"}, "ok", "2 shares become 4, each on 2 ranks."),
+        # None of these can run, or would say so of itself.
+        ({"tensor_parallel_size": "3"}, "error", "divides the model's attention heads"),
+        ({"tensor_parallel_size": "many"}, "error", "divides the model's attention heads"),
+        ({"tensor_parallel_size": None}, "error", "divides the model's attention heads"),
+    ],
+)
+def test_another_tensor_parallel_size_is_a_matter_of_heads(other: dict[str, Any], level: str, says: str) -> None:
+    for source, target in ((SIZES, SIZES | other), (SIZES | other, SIZES)):
+        checks = compare(source, target)
+        assert [check.name for check in checks if check.remedy] == ["tensor_parallel_size"]
+        assert level_of(checks, "tensor_parallel_size") == level
+    remedy = next(check.remedy for check in compare(SIZES, SIZES | other) if check.remedy)
+    assert says in remedy
+
+
+def test_both_sizes_may_differ_at_once() -> None:
+    checks = compare(SIZES, SIZES | {"tensor_parallel_size": "1", "pipeline_parallel_size": "2"})
+    assert refusal(checks) is None
+    assert [check.name for check in checks if check.remedy] == ["tensor_parallel_size", "pipeline_parallel_size"]
+
+
+def test_an_instance_that_does_not_tell_its_heads_is_not_remapped() -> None:
+    silent = {name: value for name, value in SIZES.items() if name != "heads"}
+    assert level_of(compare(silent, silent | {"tensor_parallel_size": "1"}), "tensor_parallel_size") == "error"
 
 
 def test_a_source_without_adapters_may_move_to_a_target_with_some() -> None:

@@ -30,15 +30,17 @@ def on_gpu(side: Side) -> Side:
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def export(rows: list[torch.Tensor]) -> list[SharedLayer]:
         shared = []
-        for number, layer in enumerate(rows):
-            handle = f"layer-{number}".encode()
+        for layer in rows:
+            handle = f"layer-{len(_SHARED)}".encode()
             _SHARED[handle] = layer
             shared.append(SharedLayer(layer.shape[0], 0, handle, layer.numel(), 0, b"", 0, b"", False))
         return shared
 
-    def mapped_layers(gpu: str, layers: list[SharedLayer], sizes: list[int]) -> list[torch.Tensor]:
+    def mapped_layers(gpu: str, layers: list[SharedLayer], sizes: list[int], strides: list[int]) -> list[torch.Tensor]:
         assert gpu == "GPU-0"
-        return [_SHARED[layer.handle].view(layer.blocks, size) for layer, size in zip(layers, sizes, strict=True)]
+        mapped = [_SHARED[layer.handle] for layer in layers]
+        assert [layer.shape[1] for layer in mapped] == sizes and [layer.stride(0) for layer in mapped] == strides
+        return mapped
 
     monkeypatch.setattr(cuda_ipc, "gpu_of", lambda _: "GPU-0")
     monkeypatch.setattr(cuda_ipc, "export", export)
@@ -70,7 +72,7 @@ def test_who_asks_for_another_way_gets_it(backends: tuple[str, str]):
     a, b = pair(*backends)
     pushed = a.push(b, [2], [5])
     assert (pushed.ok, pushed.transport) == (True, "tcp")
-    assert "VLLM_HI_TRANSFER_BACKEND" in a.server._senders["s"].reason
+    assert "VLLM_HI_TRANSFER_BACKEND" in a.sender.reason
     assert torch.equal(b.layers[LAYERS[1]][5], a.layers[LAYERS[1]][2])
 
 
@@ -89,7 +91,7 @@ def test_memory_that_cannot_be_shared(side: str, asked: bool, monkeypatch: pytes
         assert (b.layers[LAYERS[0]][5] == -1.0).all()
     else:
         assert (pushed.ok, pushed.transport) == (True, "tcp")
-        assert a.server._senders["s"].reason == "invalid argument"
+        assert a.sender.reason == "invalid argument"
         assert torch.equal(b.layers[LAYERS[0]][5], a.layers[LAYERS[0]][2])
 
 
@@ -104,7 +106,7 @@ def test_a_gpu_and_a_host_use_tcp_and_say_why():
     a, b = Side(1.0, ""), on_gpu(Side(-1.0, ""))
     b.allow("s")
     assert a.push(b, [2], [5]).transport == "tcp"
-    assert "cpu" in a.server._senders["s"].reason and "cuda" in a.server._senders["s"].reason
+    assert "cpu" in a.sender.reason and "cuda" in a.sender.reason
     assert (b.layers[LAYERS[0]][5] == 1.0).all()
 
 
@@ -123,6 +125,6 @@ def test_without_a_gpu_nothing_is_handed_out_or_mapped():
         EXPORT([torch.zeros(12, 8, dtype=torch.uint8)])
     assert refused.value.code == "transport_unavailable"
     with pytest.raises(ProtocolError, match="not visible"):
-        MAPPED_LAYERS("GPU-0", [], [])
+        MAPPED_LAYERS("GPU-0", [], [], [])
     with pytest.raises(ProtocolError, match="0 layers were shared"):
-        MAPPED_LAYERS("GPU-0", [], [8])
+        MAPPED_LAYERS("GPU-0", [], [8], [8])

@@ -34,6 +34,7 @@ from vllm_plugin.data_messages import (
 )
 from vllm_plugin.kv_cache import KVCache
 from vllm_plugin.messages import Answer
+from vllm_plugin.sending import Sender
 from vllm_plugin.wire import FrameSocket, ProtocolError, encode_frame
 
 LAYERS, BLOCKS = ("layers.0", "layers.1"), 12
@@ -57,6 +58,12 @@ class Side:
         )
         self.engine = FrameSocket.dial("127.0.0.1", self.server.port, "secret", "engine", "engine")
         self._calls = count(1)
+
+    @property
+    def sender(self) -> Sender:
+        """Its only way to another worker."""
+        (sender,) = self.server._senders.values()
+        return sender
 
     def ask(self, build: Any) -> Any:
         message = build(next(self._calls))
@@ -136,7 +143,17 @@ def test_over_a_slow_link_an_open_block_is_sent_ahead_and_then_only_what_changed
     last = a.push(b, [3, 2], [6, 5], owners=[7, 7], urgent=True)
     assert size < last.sent_bytes <= size + 80
     assert all(torch.equal(b.layers[name][[5, 6]], a.layers[name][[2, 3]]) for name in LAYERS)
-    assert not a.server._senders["s"]._shadows
+    assert not a.sender._shadows
+
+
+def test_a_link_that_was_measured_is_known_to_be_slow_from_the_first_block_on(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("vllm_plugin.sending.SLOW_BLOCK_S", 0.0)
+    a, b = Side(1.0), Side(-1.0)
+    b.allow("s")
+    assert a.push(b, [], [], open=[(2, 5, 7)]).sent_bytes == 0
+    a.revoke("s")
+    assert a.ask(lambda call: Probe(call, "127.0.0.1", b.server.port)).ok
+    assert a.push(b, [], [], open=[(2, 5, 7)]).sent_bytes == a.server._cache.block_bytes
 
 
 def test_what_was_sent_ahead_is_of_no_use_for_another_request_in_the_same_place(slow_link: tuple[Side, Side]):
@@ -194,7 +211,7 @@ def test_what_another_host_would_send_goes_over_several_connections(monkeypatch:
     pushed = a.push(b, list(range(1, 11)), list(range(11, 1, -1)))
     assert pushed.ok and pushed.transport == "tcp", pushed
     assert [int(b.layers[LAYERS[0]][12 - index].max()) for index in range(1, 11)] == list(range(1, 11))
-    assert len(a.server._senders["s"]._channels) == 4
+    assert len(a.sender._channels) == 4
 
 
 def test_memory_that_cannot_be_read_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch):
@@ -205,7 +222,7 @@ def test_memory_that_cannot_be_read_falls_back_and_says_why(monkeypatch: pytest.
     b.allow("s")
     monkeypatch.setattr("vllm_plugin.memory.read", forbidden)
     assert a.push(b, [2], [5]).transport == "tcp"
-    assert "not permitted" in a.server._senders["s"].reason
+    assert "not permitted" in a.sender.reason
     assert (b.layers[LAYERS[0]][5] == 1.0).all()
 
 
@@ -219,7 +236,7 @@ def test_a_source_that_lies_about_its_memory_spoils_nothing():
     liar.send(Reach("s", memory.host_identity(), os.getpid(), "", 1e12))
     reached = decode_data(liar.receive_body())
     assert isinstance(reached, Reached) and reached.transport == "memory"
-    liar.send(Offer([4096, 8192], cache.bytes_per_layer, held.data_ptr(), held.numpy().tobytes()))
+    liar.send(Offer([4096, 8192], cache.bytes_per_layer, cache.strides, held.data_ptr(), held.numpy().tobytes()))
     assert decode_data(liar.receive_body()) == Reached("memory", True)
     liar.send(Write("s", [5], cache.block_bytes, [2]))
     answer = decode_data(liar.receive_body())

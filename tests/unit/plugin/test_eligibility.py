@@ -100,7 +100,8 @@ def test_each_reason_has_a_code_and_a_sentence(changes: Any, connected: bool, co
 
 
 def test_passing_reasons_are_told_apart_from_lasting_ones():
-    assert {"grammar_not_ready", "incomplete", "preempted", "proxy_unreachable", "seeded_prefill"} == TRANSIENT
+    passing = {"grammar_not_ready", "incomplete", "preempted", "proxy_unreachable", "seeded_prefill", "staged"}
+    assert passing == TRANSIENT
 
 
 def test_digests_ignore_what_differs_per_leg_and_notice_everything_else():

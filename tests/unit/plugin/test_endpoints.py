@@ -20,7 +20,7 @@ from vllm.plugins.endpoint_plugins.interface import (
 )
 
 from tests.unit.plugin.conftest import TOKEN, FakeEngineCore
-from vllm_plugin import compat, endpoints
+from vllm_plugin import calls, compat, endpoints
 from vllm_plugin.wire import PROTOCOL_VERSION
 
 ARGS = argparse.Namespace(host="127.0.0.1", port=8101, model="tiny", served_model_name=["tiny-chat"])
@@ -128,6 +128,13 @@ async def test_join_token_opens_our_routes_and_nothing_else_when_vllm_has_an_api
         ("abort", JOB, JOB),
         ("activate", JOB, JOB),
         ("convert_to_b", JOB, JOB),
+        (
+            "collect",
+            JOB | {"mode": "full", "peer": PEER},
+            JOB | {"mode": "full", "peer": PEER, "request_ids": None, "lease_s": 120.0},
+        ),
+        ("pause", JOB, JOB | {"deadline_s": 5.0}),
+        ("resume", JOB, JOB),
     ],
 )
 async def test_calls_go_to_the_engine(
@@ -160,6 +167,11 @@ async def test_calls_go_to_the_engine(
         ("handover", JOB | {"mode": "magic"}, "mode"),
         ("probe", {"host": "10.0.0.2", "data_ports": []}, "data_ports"),
         ("lease", JOB | {"lease_s": 1e9}, "lease_s"),
+        ("collect", JOB | {"mode": "some"}, "mode"),
+        ("collect", JOB, "mode"),
+        ("pause", JOB | {"deadline_s": 0}, "deadline_s"),
+        ("pause", JOB | {"deadline_s": 61}, "deadline_s"),
+        ("receive", JOB | {"peer": PEER}, "peer"),
         ("finish", [], None),
     ],
 )
@@ -178,7 +190,7 @@ async def test_a_body_that_is_no_json_or_too_large(build: Build, engine_core: Fa
     client = await build()
     answer = await client.post("/vllm_hi/migration/finish", content=b"{")
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_field")
-    answer = await client.post("/vllm_hi/migration/finish", content=b" " * (endpoints.MAX_BODY + 1))
+    answer = await client.post("/vllm_hi/migration/finish", content=b" " * (calls.MAX_BODY + 1))
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
     assert engine_core.calls == []
 
@@ -214,11 +226,53 @@ async def test_unsupported_vllm_answers_501_with_the_probe_and_still_has_a_statu
     assert engine_core.calls == []
 
 
-@pytest.mark.parametrize("operation", ["collect", "pause", "resume", "instantiate", "receive"])
-async def test_calls_of_later_releases_say_so(build: Build, operation: str):
+async def test_an_engine_that_is_up_needs_not_be_brought_up(build: Build, engine_core: FakeEngineCore):
     client = await build()
-    answer = await client.post(f"/vllm_hi/migration/{operation}", json={})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_yet")
+    answer = await client.post("/vllm_hi/migration/instantiate", json=JOB | {"tensor_parallel_size": 1})
+    assert (answer.status_code, answer.json()["engine"]["state"]) == (200, "up")
+    answer = await client.post("/vllm_hi/migration/instantiate", json=JOB | {"tensor_parallel_size": 2})
+    assert answer.status_code == 409
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("engine_up", "tensor_parallel_size")
+    answer = await client.post("/vllm_hi/migration/instantiate", json=JOB | {"tensor_parallel_size": "2"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tensor_parallel_size")
+    assert engine_core.calls == []
+
+
+@pytest.mark.parametrize(("kind", "told"), [("cold", [b"put_down"]), ("", [])])
+async def test_a_standby_that_stays_cold_is_told_to_put_its_engine_down(
+    build: Build, environment: pytest.MonkeyPatch, engine_core: FakeEngineCore, kind: str, told: list[bytes]
+):
+    reading, writing = os.pipe()
+    environment.setenv("VLLM_HI_STANDBY", kind)
+    environment.setenv("VLLM_HI_STANDBY_PIPE", str(writing))
+    environment.setenv("VLLM_HI_STANDBY_ID", "b-1")
+    client = await build()
+    status = (await client.get("/vllm_hi/status")).json()
+    # Until the panel knows it, it is not up.
+    assert (status["vllm_hi_id"], status["engine"]["state"]) == ("b-1", "instantiating")
+    refusal = {"code": "requests_in_flight", "message": "2 requests are left.", "param": None, "status": 409}
+    engine_core.answers["convert_to_b"] = {"error": refusal}
+    assert (await client.post("/vllm_hi/migration/convert_to_b", json=JOB)).status_code == 409
+    engine_core.answers["convert_to_b"] = {"ok": {"role": "standby"}}
+    assert (await client.post("/vllm_hi/migration/convert_to_b", json=JOB)).status_code == 200
+    # Whoever comes now would find an engine that is about to go.
+    answer = await client.post("/vllm_hi/migration/instantiate", json=JOB)
+    assert answer.status_code == (409 if told else 200)
+    os.close(writing)
+    said = os.read(reading, 4096)
+    os.close(reading)
+    assert [event for event in (b"put_down", b"destroyed") if event in said] == told
+
+
+async def test_receive_says_how_to_reach_the_instance(build: Build, engine_core: FakeEngineCore):
+    engine_core.answers["receive"] = {"ok": {"peer": {"host": "127.0.0.1", "control_port": 9001}, "parked": []}}
+    client = await build()
+    peer = (await client.post("/vllm_hi/migration/receive", json=JOB)).json()["peer"]
+    assert peer.keys() == PEER.keys()
+    # What it answers is what `collect` on a source takes.
+    answer = await client.post("/vllm_hi/migration/collect", json=JOB | {"mode": "full", "peer": peer})
+    assert answer.status_code == 200, answer.text
 
 
 async def test_faults_exist_only_with_the_switch(
@@ -278,7 +332,7 @@ async def test_registration_lives_as_long_as_the_server(build: Build, environmen
         def start(self) -> None:
             seen.append("start")
 
-        async def stop(self) -> None:
+        async def stop(self, goodbye: bool | None = None) -> None:
             seen.append("stop")
 
     environment.setattr(endpoints, "Registration", FakeRegistration)

@@ -3,10 +3,12 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
+import inspect
 import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -14,7 +16,8 @@ from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_plugin import compat, flags
+from vllm_plugin import compat, flags, standby
+from vllm_plugin.keeper import serve_on_shared_port
 
 HOST = ["--vllm-hi-host", "127.0.0.1:8002"]
 
@@ -50,7 +53,7 @@ def test_plain_serve_is_unchanged(environment: pytest.MonkeyPatch, installed: li
     with_plugin = vars(parse(*arguments))
     environment.delattr(current_platform, "pre_register_and_update")
     without_plugin = vars(parse(*arguments))
-    ours = {"vllm_hi_type", "vllm_hi_host", "vllm_hi_data_port"}
+    ours = {"vllm_hi_type", "vllm_hi_host", "vllm_hi_data_port", "vllm_hi_standby"}
     assert {name: with_plugin.pop(name) for name in ours} == dict.fromkeys(ours)
     assert with_plugin == without_plugin
     assert variables() == before
@@ -72,6 +75,7 @@ def test_flags_set_engine_arguments_and_the_environment(installed: list[str], tm
 
 def test_environment_alone_is_enough(environment: pytest.MonkeyPatch):
     environment.setenv("VLLM_HI_TYPE", "B")
+    environment.setenv("VLLM_HI_STANDBY", "warm")
     environment.setenv("VLLM_HI_HOST", "127.0.0.1:8002")
     args = parse("some/model")
     assert (args.vllm_hi_type, args.vllm_hi_host, args.vllm_hi_data_port) == ("B", "127.0.0.1:8002", 0)
@@ -86,15 +90,58 @@ def test_a_flag_wins_over_its_variable(environment: pytest.MonkeyPatch):
     assert (os.environ["VLLM_HI_TYPE"], args.vllm_hi_data_port) == ("A", 9999)
 
 
-def test_through_the_subcommand(environment: pytest.MonkeyPatch):
+def serve(*arguments: str) -> tuple[argparse.Namespace, Any]:
+    """Parses as `vllm serve` does; returns also what it would call."""
     from vllm.entrypoints.cli.serve import cmd_init
 
     parser = FlexibleArgumentParser(prog="vllm")
     (command,) = cmd_init()
     command.subparser_init(parser.add_subparsers(dest="subparser")).set_defaults(dispatch_function=command.cmd)
-    args = parser.parse_args(["serve", "some/model", "--vllm-hi-type", "B", *HOST])
+    return parser.parse_args(["serve", *arguments]), command.cmd
+
+
+@pytest.mark.parametrize(
+    "role", [["A"], ["A", "--vllm-hi-standby", "warm"], ["B", "--vllm-hi-standby", "warm"]], ids="-".join
+)
+def test_through_the_subcommand(environment: pytest.MonkeyPatch, role: list[str]):
+    args, plain = serve("some/model", *HOST, "--vllm-hi-type", *role)
     assert (args.subparser, args.scheduler_cls, args.model_tag) == ("serve", flags.SCHEDULER_CLS, "some/model")
-    assert args.dispatch_function == command.cmd
+    assert args.dispatch_function == plain
+
+
+@pytest.mark.parametrize(
+    "role", [["B"], ["B", "--vllm-hi-standby", "cold"], ["A", "--vllm-hi-standby", "cold"]], ids="-".join
+)
+def test_a_cold_standby_takes_the_place_of_the_engine(
+    environment: pytest.MonkeyPatch, installed: list[str], role: list[str]
+):
+    args, plain = serve("some/model", "--dtype", "float32", *HOST, "--vllm-hi-type", *role)
+    assert args.dispatch_function != plain
+    assert args.dispatch_function.func is standby.run
+    own = args.dispatch_function.args[0]
+    assert (own.values.dtype, own.has("dtype"), own.has("tensor_parallel_size")) == ("float32", True, False)
+    assert "--dtype" in own.names
+    assert os.environ["VLLM_HI_TYPE"] == role[0]
+    # The engine's side is for the engine's process.
+    assert installed == []
+    assert args.scheduler_cls is None
+
+
+def test_the_engine_of_a_standby_is_an_engine_on_the_same_port(environment: pytest.MonkeyPatch, installed: list[str]):
+    environment.setenv("VLLM_HI_STANDBY_PIPE", "17")
+    environment.setenv("VLLM_HI_STANDBY_MODEL", "other/model")
+    args, _ = serve("some/model", *HOST, "--vllm-hi-type", "B")
+    assert args.dispatch_function is serve_on_shared_port
+    assert (args.model_tag, args.scheduler_cls, installed) == ("other/model", flags.SCHEDULER_CLS, ["installed"])
+    environment.delenv("VLLM_HI_STANDBY_MODEL")
+    assert serve("some/model", *HOST, "--vllm-hi-type", "B")[0].model_tag == "some/model"
+
+
+def test_vllm_has_what_the_engine_of_a_standby_calls():
+    setup = compat.server_function("setup_server")
+    assert inspect.signature(setup).parameters.keys() >= {"args"}
+    parameters = list(inspect.signature(compat.server_function("run_server_worker")).parameters)
+    assert parameters[:3] == ["listen_address", "sock", "args"]
 
 
 def test_from_a_config_file(tmp_path):
@@ -120,6 +167,10 @@ def test_from_a_config_file(tmp_path):
         (["--vllm-hi-type", "A", "--vllm-hi-host", "8002"], "VLLM_HI_HOST (--vllm-hi-host) is '8002'"),
         (["--vllm-hi-type", "A", *HOST, "--vllm-hi-data-port", "70000"], "VLLM_HI_DATA_PORT is '70000'"),
         (["--vllm-hi-type", "C", *HOST], "invalid choice: 'C'"),
+        (["--vllm-hi-type", "B", *HOST, "--vllm-hi-standby", "hot"], "invalid choice: 'hot'"),
+        (["--vllm-hi-standby", "cold"], "need --vllm-hi-type"),
+        # Not by `vllm serve`, whose place a standby takes.
+        (["--vllm-hi-type", "B", *HOST], "a cold standby needs `vllm serve`"),
         (HOST, "need --vllm-hi-type"),
     ],
 )

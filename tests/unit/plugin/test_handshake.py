@@ -19,9 +19,14 @@ from vllm_plugin.errors import MigrationError
 from vllm_plugin.messages import Answer, OpenSession, SessionOpened, decode_peer
 from vllm_plugin.peer import TargetConnection
 from vllm_plugin.target import TargetSession, open_session
+from vllm_plugin.topology import LayerPart, Layout, TopologyRefused
 from vllm_plugin.wire import PROTOCOL_VERSION, FrameSocket, Hello, encode_frame
 
 OURS = {factor.name: "same" for factor in FACTORS} | {"max_model_len": "2048", "lora": adapters_text({"fr": "aa11"})}
+
+
+#: One layer on one rank.
+ONE = Layout(16, ((LayerPart("layer", 0, 4, 4, 64),),))
 
 
 class FakeLink:
@@ -38,7 +43,9 @@ def make_engine(**factors: str) -> Any:
         factors=OURS | factors,
         target=None,
         settings=SimpleNamespace(bind="127.0.0.1"),
-        workers=SimpleNamespace(allow=lambda session: None, revoke=lambda session: None, infos=[{"data_port": 9}]),
+        workers=SimpleNamespace(
+            allow=lambda session: None, revoke=lambda session: None, infos=[{"data_port": 9}], layout=ONE
+        ),
         scheduler=SimpleNamespace(book=SimpleNamespace(expected={}, parked={})),
         on_engine=lambda call: call(),
         target_closed=lambda session: None,
@@ -190,10 +197,12 @@ def listener() -> Iterator[socket.socket]:
         yield listener
 
 
-def connect(listener: socket.socket) -> MigrationError:
+def connect(listener: socket.socket, workers: Any = None) -> MigrationError:
     """Dials as A does, and returns why that failed."""
     peer = {"host": "127.0.0.1", "control_port": listener.getsockname()[1], "base_url": "http://b"}
-    engine: Any = SimpleNamespace(settings=SimpleNamespace(token=TOKEN), name="a", factors={"dtype": "float32"})
+    engine: Any = SimpleNamespace(
+        settings=SimpleNamespace(token=TOKEN), name="a", factors={"dtype": "float32"}, workers=workers
+    )
     with pytest.raises(MigrationError) as failure:
         TargetConnection(
             engine,
@@ -229,6 +238,36 @@ def test_a_passes_on_why_b_refuses(listener: socket.socket) -> None:
     # Lasting: the job ends with it, and nothing is tried again.
     assert (error.status, error.code) == (409, "incompatible")
     assert "differs" in error.message
+
+
+def test_a_target_that_blocks_cannot_be_copied_to_ends_the_session_with_a_sentence(listener: socket.socket) -> None:
+    """Before any request has been looked at."""
+    ended = threading.Event()
+
+    def open_and_wait(sock: socket.socket) -> None:
+        frames, _ = FrameSocket.accept(sock, TOKEN, "b")
+        message = decode_peer(frames.receive_body())
+        assert isinstance(message, OpenSession)
+        link: Any = SimpleNamespace(send=frames.send)
+        open_session(make_engine(), link, OpenSession(message.call, "job-1", 1, "a", 30.0, OURS))
+        try:
+            frames.receive_body()
+        except OSError:
+            ended.set()
+
+    def refuse(target: Layout, host: str, ports: list[int]) -> None:
+        assert (target, host, ports) == (ONE, "127.0.0.1", [9])
+        raise TopologyRefused("Start the target with --block-size 16.")
+
+    thread = serve(listener, open_and_wait)
+    error = connect(listener, workers=SimpleNamespace(routes=refuse))
+    thread.join(10)
+    assert (error.status, error.code, error.message) == (
+        409,
+        "topology_unsupported",
+        "Start the target with --block-size 16.",
+    )
+    assert ended.is_set()
 
 
 def test_another_protocol_is_told_from_no_answer(listener: socket.socket) -> None:

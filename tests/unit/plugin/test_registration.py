@@ -105,6 +105,7 @@ async def test_registers_then_beats_then_says_goodbye(panel: FakePanel, status: 
         "factors": {"dtype": "float32"},
         "capabilities": {"supported": True, "missing_probes": []},
         "adapters": ["fr"],
+        "engine": {},
         "pid": os.getpid(),
     }
     call, body = panel.calls[1]
@@ -277,4 +278,8 @@ def test_facts(engine_client: SimpleNamespace, host: str | None, ip: str):
         "pipeline_parallel_size": 1,
         "gpu_memory_utilization": 0.9,
         "visible_gpu_ids": facts.topology["visible_gpu_ids"],
+        "device_kind": facts.topology["device_kind"],
+        "device_count": facts.topology["device_count"],
     }
+    assert facts.inference_params["engine_args"]["dtype"] == "float32"
+    assert facts.inference_params["start_s"] > 0

@@ -120,7 +120,7 @@ def test_whatever_is_rolled_back_is_undone_on_all_three_sides():
 
 
 def test_b_frees_blocks_only_when_nobody_can_write_into_them():
-    allowed = {"release", "commit", "session_closed", "timeout"}
+    allowed = {"release", "commit", "commit_queued", "session_closed", "timeout"}
     assert {event for (_, event), step in TARGET.steps.items() if "unpin" in step.actions} <= allowed
     for (_, event), step in TARGET.steps.items():
         if "unpin" in step.actions and event in ("session_closed", "timeout"):

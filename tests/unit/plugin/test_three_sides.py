@@ -95,12 +95,22 @@ class ThreeSides(RuleBasedStateMachine):
         twice=st.sampled_from(TWICE),
         deaths=st.sampled_from([0, 1, 2]),
         hold=st.booleans(),
+        queues=st.booleans(),
     )
     def begin(
-        self, ordered: bool, done: int, slow: str, lost: tuple[str, ...], twice: str, deaths: int, hold: bool
+        self,
+        ordered: bool,
+        done: int,
+        slow: str,
+        lost: tuple[str, ...],
+        twice: str,
+        deaths: int,
+        hold: bool,
+        queues: bool,
     ) -> None:
         self.cuts, self.deaths, self.hold = 3 - len(lost), deaths, hold
         self.world = type(self).make(Network(ordered, slow, lost, twice))
+        self.world.target.queues = queues
         self.progress(done)
 
     def progress(self, count: int) -> None:

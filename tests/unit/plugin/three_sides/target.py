@@ -28,6 +28,7 @@ class Entry:
     history: list[str] = field(default_factory=list)
     replayed: int = 0
     promised_at: float = -1e9
+    queued: bool = False
 
 
 class Target:
@@ -37,6 +38,8 @@ class Target:
         self.limits = table.own_deadlines()
         self.alive = True
         self.full = False
+        #: What is committed waits in the queue until B has room.
+        self.queues = False
         self.free = POOL
         self.session: int | None = None
         self.lease_until = 0.0
@@ -134,7 +137,10 @@ class Target:
                 room = entry.blocks or (self.free >= WINDOW and not self.full)
                 self.fire(message.ticket, "grow" if room else "grow_full", message)
             case "Prepare":
-                self.fire(message.ticket, "prepare_full" if self.full else "prepare", message)
+                self.fire(message.ticket, "prepare_full" if self.full and not self.queues else "prepare", message)
+            case "Commit" if self.queues:
+                entry.queued = True
+                self.fire(message.ticket, "commit_queued", message)
             case "Commit":
                 self.fire(message.ticket, "commit_bad" if self.full else "commit", message)
             case "Release":
@@ -162,6 +168,8 @@ class Target:
 
     def step(self) -> None:
         for entry in self.owned():
+            if entry.queued and self.full:
+                continue
             if len(entry.history) < self.world.answer_tokens:
                 entry.history.append((entry.history[-1] if entry.history else "") + "B")
                 self.world.network.send("leg2", "token", entry.ticket, value=entry.history[-1])
