@@ -11,8 +11,8 @@ from controlplane.redis import ROUTING_KEY, connection
 from instances.routing import publish_routing_table
 from migrations_app import presentation, selectors
 from migrations_app.choices import RequestOutcome
-from migrations_app.executor import HANDOVER_TRIES
 from migrations_app.models import MigrationJob
+from migrations_app.moving import HANDOVER_TRIES
 from migrations_app.selection import Selection
 from migrations_app.services import create_migration
 from tests.integration.carried_out import BEFORE, active, carry_out, fail, outcomes, states
