@@ -85,7 +85,7 @@ def test_the_dialog_selects_requests_for_a_source_that_goes_on(
     source.requests = [
         {"request_id": f"r{number}", "stream_id": f"s{number}", "prompt_tokens": tokens, "output_tokens": 1,
          "kv_blocks": 4, "age_s": 3.0, "status": "RUNNING", "migratable": True, "reason": None}
-        for number, tokens in enumerate((50, 9000, 12000))
+        for number, tokens in enumerate((5, 90, 120))
     ]  # fmt: skip
     operator.goto("/instances/a-one/")
     operator.get_by_role("link", name="Migrate…").click()
@@ -94,21 +94,21 @@ def test_the_dialog_selects_requests_for_a_source_that_goes_on(
     least = dialog.get_by_label("Tokens, at least")
     expect(least).to_be_hidden()
     dialog.get_by_label("Keep it serving").check()
-    least.fill("20000")
+    least.fill("200")
     least.press("Tab")
     checked = dialog.get_by_role("listitem").filter(has_text="selection")
     expect(checked).to_contain_text("widen the selection")
     start = dialog.get_by_role("button", name="Start migration")
     expect(start).to_be_disabled()
-    least.fill("8000")
+    least.fill("80")
     least.press("Tab")
     expect(checked).to_contain_text("2 of 3 requests")
     expect(start).to_be_enabled()
     start.click()
     operator.wait_for_url("**/migrations/**")
     job = MigrationJob.objects.get()
-    assert (job.migration_type, job.selection) == ("keep_source_active", {"min_tokens": 8000})
-    expect(operator.locator("#job-facts")).to_contain_text("at least 8000 tokens")
+    assert (job.migration_type, job.selection) == ("keep_source_active", {"min_tokens": 80})
+    expect(operator.locator("#job-facts")).to_contain_text("at least 80 tokens")
     assert complaints == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -91,7 +92,7 @@ def test_the_engine_comes_up_first_and_then_everything_moves(pair: Pair, cold: E
         "hi-b is instantiating, 55 %: loading weights",
     ]
     # Compared once there is something to compare.
-    assert {check["name"] for check in job.preflight["checks"]} >= {"dtype", "transport", "free_blocks"}
+    assert {check["name"] for check in job.preflight["checks"]} >= {"dtype", "transport", "kv_capacity"}
 
 
 def test_a_target_that_has_one_is_not_asked(pair: Pair, cold: Engine) -> None:
@@ -156,16 +157,27 @@ def test_a_port_that_changes_hands_may_be_silent_for_a_moment(pair: Pair, cold: 
     assert len(silent) == 3
 
 
+def once_asked(cold: Engine, act: Callable[[], object]) -> None:
+    """Does something as soon as the target has been asked to instantiate."""
+
+    def wait() -> None:
+        while not cold.wishes:
+            time.sleep(0.01)
+        act()
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def test_a_target_that_dies_while_it_instantiates(pair: Pair, cold: Engine) -> None:
     cold.steps = [STEPS[0]]
-    threading.Timer(0.3, pair.b.stop).start()
+    once_asked(cold, pair.b.stop)
     job = carry_out(pair.job())
     assert_rolled_back(pair, job, "target_unreachable")
 
 
 def test_a_source_that_dies_while_the_target_instantiates(pair: Pair, cold: Engine) -> None:
     cold.steps = [STEPS[0]]
-    threading.Timer(0.3, pair.a.stop).start()
+    once_asked(cold, pair.a.stop)
     job = carry_out(pair.job())
     assert (job.state, job.error_code) == ("failed", "source_unreachable")
     assert cold.aborted
