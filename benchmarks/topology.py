@@ -42,7 +42,7 @@ __all__ = ["PATHS", "SIZES", "Passage", "Rig", "Size", "measure", "rig"]
 
 MODEL = "tiny"
 #: Each step takes so much longer, or a tiny model's streams would have ended before they are moved.
-SLOW_S = 0.015
+SLOW_S = 0.02
 #: What PP needs on CPUs: vLLM prepares a stage's input only when it traces the model (v1/worker/cpu_model_runner.py,
 #: `warming_up_model`); with this backend what is traced is run as it is.
 _TRACED = ("--compilation-config", json.dumps({"mode": 2, "backend": "eager"}))
@@ -256,10 +256,10 @@ def table(paths: list[Passage]) -> Table:
     return shown
 
 
-def document(paths: list[Passage]) -> str:
+def document(found: list[dict[str, Any]]) -> str:
+    """docs/topology.md. `found`: the rows of the passages."""
     rows = []
-    for path in paths:
-        row = path.row
+    for row in found:
         kilobytes = f"{row['bytes'] / 1e3:.0f}"
         cells = (row["from"], row["to"], f"{row['exact']} of {row['streams']}", row["rounds"], kilobytes)
         times = (row["gap_ms_p50"], row["gap_ms_max"], row["itl_ms_p50"])
@@ -310,7 +310,7 @@ def main() -> int:
             if not verdict.exact:
                 _say(f"  {path.source.name} to {path.target.name}, {verdict.name}: {'; '.join(verdict.differences)}")
     if arguments.write:
-        arguments.write.write_text(document(paths))
+        arguments.write.write_text(document([path.row for path in paths]))
     print(json.dumps([path.row for path in paths]))
     return 0 if all(path.good for path in paths) else 1
 
