@@ -99,6 +99,13 @@ def note_refused(job_id: uuid.UUID, rows: Iterable[Mapping[str, Any]], outcome: 
     _count(job_id)
 
 
+def note_ended(job_id: uuid.UUID, request_ids: Iterable[str]) -> None:
+    """These had stayed, and have ended on the source by themselves; why they had stayed is kept."""
+    for request_id in request_ids:
+        _store(job_id, request_id, outcome=RequestOutcome.FINISHED)
+    _count(job_id)
+
+
 def note_handed_over(job_id: uuid.UUID, results: Iterable[Mapping[str, Any]]) -> None:
     """Stores the outcome of a handover. `output_tokens` becomes the number of tokens at the cut."""
     for result in results:

@@ -329,7 +329,7 @@ class Moving:
         ended = self.behind - self.moved - listed
         self.behind -= ended
         if ended:
-            journal.note_refused(self.job.id, [{"request_id": one} for one in ended], RequestOutcome.FINISHED)
+            journal.note_ended(self.job.id, ended)
 
     def _note_unmovable(self, rows: Rows) -> None:
         """Writes down, once each, which requests hold the source up and why."""
