@@ -1,4 +1,4 @@
-# make install | demo | test | check | lock | clean
+# make install | demo | test | test-long | check | lock | clean
 #
 # Options (make install NAME=value):
 #   PYTHON       the Python that makes the environment (3.11 or newer)
@@ -44,7 +44,7 @@ STAMP := $(VENV)/.installed-$(ENGINE)
 UV_OUTPUT := $(shell [ -t 2 ] || echo "2> >(grep -v '^ [-+~] ' >&2)")
 say = @printf '\n== %s\n' "$(1)" >&2
 
-.PHONY: install models chromium demo test benchmarks check lock clean
+.PHONY: install models chromium demo test test-long benchmarks check lock clean
 
 install: $(STAMP)
 
@@ -96,6 +96,10 @@ demo: install
 test: install models chromium
 	$(call say,Tests)
 	@$(BIN)/python -m pytest
+
+# What `make test` leaves out: more variants of what it covers.
+test-long: install models chromium
+	@$(BIN)/python -m pytest -m long
 
 # Measures on this machine and writes docs/benchmarks.md, dataplane.md, slow-link.md and topology.md: an hour on two cores.
 benchmarks: install models

@@ -106,7 +106,7 @@ class QuickStart:
             process.wait()
 
 
-@pytest.fixture(params=["", "1"], ids=["random-ids", "given-ids"])
+@pytest.fixture(params=[pytest.param("", id="random-ids", marks=pytest.mark.long), pytest.param("1", id="given-ids")])
 def quick_start(request: pytest.FixtureRequest) -> Iterator[QuickStart]:
     """With and without `VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1`: a client's request id is then the engine's."""
     folder = FOLDER / f"quick-start-{request.param or 0}"

