@@ -103,7 +103,8 @@ def test_past_the_deadline_the_rest_moves_without_room_as_recorded(small_target:
     ways = Counter(row["way"] for row in rows.values())
     assert len(rows) == STREAMS
     assert ways["blocks"] and ways["staged"] and ways["recompute"], rows
-    stayed = [row for row in rows.values() if row["outcome"] != "moved"]
+    # Some end on the source before it is their turn.
+    stayed = [row for row in rows.values() if row["outcome"] not in ("moved", "finished")]
     # A seeded request whose random state is a generator cannot be computed again, and there was no other way left.
     assert {row["code"] for row in stayed} <= {"seeded_recompute"}, stayed
     assert all(row["message"] for row in stayed)
