@@ -63,7 +63,7 @@ def test_what_a_target_of_another_size_refuses_goes_on_in_the_pipeline(sizes: Ru
     requests = mixed_requests(6, tokens=120, salt=950)
     references = sizes.wait(sizes.made.undisturbed(requests))
     passage = sizes.wait(sizes.made.walk(PIPELINE, ONE, requests, references, refuse_commit=True))
-    assert {row["outcome"] for row in passage.run.migration.requests} == {"stayed"}
+    assert {row["outcome"] for row in passage.run.migration.requests} == {"finished"}
     assert {row["code"] for row in passage.run.migration.requests} == {"refused_by_test"}
     for verdict in passage.run.verdicts:
         assert verdict.exact, f"{verdict.name}: {verdict.differences}"
