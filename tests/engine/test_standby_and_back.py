@@ -11,7 +11,7 @@ from tests.engine.conftest import RunningStack
 def test_five_times_to_the_standby_and_back(stack: RunningStack) -> None:
     sides = stack.remember_roles()
     with stack.faults(sides[0], step_delay_s=0.02), stack.faults(sides[1], step_delay_s=0.02):
-        rows = stack.wait(there_and_back(stack.stack, sides, rounds=5, streams=3, tokens=300))
+        rows = stack.wait(there_and_back(stack.stack, sides, rounds=5, streams=3, tokens=180))
     Console(stderr=True).print(table(rows))
     for row in rows[1:]:
         assert row["exact"] == row["streams"] == 3, row["differences"]
