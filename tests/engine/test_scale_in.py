@@ -103,7 +103,8 @@ def test_past_the_deadline_the_rest_moves_without_room_as_recorded(small_target:
     rows = {row["stream_id"]: row for row in migration.requests}
     ways = Counter(row["way"] for row in rows.values())
     assert len(rows) == STREAMS
-    assert ways["blocks"] and ways["staged"] and ways["recompute"], rows
+    # How many are left for the last way, the tokens alone, depends on how many end before.
+    assert ways["blocks"] and ways["staged"], rows
     # Some end on the source before it is their turn.
     stayed = [row for row in rows.values() if row["outcome"] not in ("moved", "finished")]
     # A seeded request whose random state is a generator cannot be computed again, and there was no other way left.
