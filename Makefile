@@ -97,7 +97,7 @@ test: install models chromium
 	$(call say,Tests)
 	@$(BIN)/python -m pytest
 
-# What `make test` leaves out: more variants of what it covers.
+# What `make test` leaves out: half an hour of more variants of what it covers.
 test-long: install models chromium
 	@$(BIN)/python -m pytest -m long
 

@@ -28,6 +28,7 @@ def rig(stack: RunningStack) -> Rig:
     return Rig(stack.stack, httpx.AsyncClient(timeout=30, trust_env=False), model=stack.model, step_delay_s=0.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("state", "failure"), CELLS)
 def test_a_cell_of_the_failure_table_holds(stack: RunningStack, rig: Rig, state: str, failure: str) -> None:
     cell: Cell = stack.wait(run_cell(rig, STATES[state], FAILURES[failure], TOKENS))

@@ -85,6 +85,7 @@ def test_what_fits_moves_first_and_the_rest_follows_as_room_appears(small_target
     stack.until(lambda: held(stack) == before)
 
 
+@pytest.mark.long
 def test_past_the_deadline_the_rest_moves_without_room_as_recorded(small_target: RunningStack) -> None:
     stack = small_target
     if stack.active().letter == "B":

@@ -20,6 +20,9 @@ from benchmarks.streams import mixed_requests
 from controlplane.serving import Instance, InstanceOptions
 from tests.engine.conftest import FIRST_PORT, FOLDER, Load, RunningStack
 
+#: Eight minutes; the quick start (`test_quick_start.py`) brings an engine up, too.
+pytestmark = pytest.mark.long
+
 TINY = InstanceOptions(
     model="", served_model_name="tiny", kv_cache_bytes=128 * 1024**2, max_num_seqs=8, faults=True, standby=None
 )
@@ -132,7 +135,6 @@ def test_a_source_that_dies_meanwhile_is_a_failed_job_and_the_target_a_standby(c
     assert _state(cold, target) == "standby"
 
 
-@pytest.mark.long
 def test_a_migration_brings_the_engine_up_and_the_source_is_gone(cold: RunningStack) -> None:
     source, target = cold.remember_roles()
     references, load = _slow_load(cold, source, salt=92)
@@ -165,7 +167,6 @@ def both_cold(cold: RunningStack) -> Iterator[RunningStack]:
     yield from _stack("standby-cold", FIRST_PORT + 40, standby="cold")
 
 
-@pytest.mark.long
 def test_there_and_back_with_one_engine_at_a_time(both_cold: RunningStack) -> None:
     first, second = both_cold.remember_roles()
     for source, target in ((first, second), (second, first)):
@@ -179,7 +180,6 @@ def test_there_and_back_with_one_engine_at_a_time(both_cold: RunningStack) -> No
         assert _state(both_cold, target) == "active"
 
 
-@pytest.mark.long
 def test_logs_of_the_engine_are_in_the_log_of_the_standby(cold: RunningStack) -> None:
     log = Path(cold.stack.logs / "instance-b.log").read_text()
     assert "brings up the engine" in log

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from rich.console import Console
 
 from benchmarks.there_and_back import flat, table, there_and_back
 from tests.engine.conftest import RunningStack
 
 
+@pytest.mark.long
 def test_five_times_to_the_standby_and_back(stack: RunningStack) -> None:
     sides = stack.remember_roles()
     with stack.faults(sides[0], step_delay_s=0.02), stack.faults(sides[1], step_delay_s=0.02):
