@@ -16,12 +16,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+from vllm_plugin.parent_death import end_with
 
 __all__ = ["ManagedProcess", "ProcessFailed", "adopt_orphans", "choose_port", "stop_all"]
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -75,7 +76,7 @@ class ManagedProcess:
                 stdout=output,
                 stderr=asyncio.subprocess.STDOUT if output else None,
                 process_group=0,
-                preexec_fn=_end_with(os.getpid()),
+                preexec_fn=end_with(os.getpid()),
             )
         except OSError as error:
             raise ProcessFailed(f"{self.name} cannot be started: {error}") from error
@@ -172,18 +173,6 @@ def choose_port(preferred: int, taken: set[int], host: str = "127.0.0.1") -> int
         taken.add(port)
         return port
     raise ProcessFailed(f"no port from {preferred} to {preferred + 99} is free on {host}")
-
-
-def _end_with(parent: int) -> Callable[[], None]:
-    """Runs in the child before its program starts: SIGTERM when the supervisor is gone, however it went."""
-
-    def prepare() -> None:
-        if _libc is not None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(1)
-
-    return prepare
 
 
 def _reaped(pid: int) -> bool:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_plugin.parent_death import end_with
+
 __all__ = ["PIPE_VARIABLE", "EngineProcess", "adopt_orphans"]
 
 logger = logging.getLogger("vllm.vllm_hi.standby")
@@ -29,7 +31,6 @@ PIPE_VARIABLE = "VLLM_HI_STANDBY_PIPE"
 #: Times 20 ms.
 CLEAR_TRIES = 250
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LINE_ENDS = re.compile(rb"[\r\n]+")
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -67,7 +68,7 @@ class EngineProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 pass_fds=(writing,),
-                preexec_fn=_end_with(os.getpid()),
+                preexec_fn=end_with(os.getpid()),
             )
         except BaseException:
             os.close(reading)
@@ -173,16 +174,6 @@ def adopt_orphans() -> None:
     """Makes this process the parent of descendants whose own parent has ended, so that it can clear them away."""
     if _libc is not None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _end_with(parent: int) -> Callable[[], None]:
-    def prepare() -> None:
-        if _libc is not None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(1)
-
-    return prepare
 
 
 def _gone(pid: int) -> bool:
